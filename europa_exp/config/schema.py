@@ -1,0 +1,482 @@
+"""What can be asked for: one dataclass a group, one documented field a knob.
+
+Two kinds of fields, and no third:
+
+- ``knob(off)``: a mechanism or setting that can be absent. ``off`` is the value that means "as if this field did not
+  exist". It is also the default of the schema and it never changes: the identity of a run (see ``identity``) leaves
+  out fields that equal it, so adding a knob changes no recorded hash.
+- ``required()``: a quantity that every run has (a width, a number of steps). It has no default here; ``conf/`` gives it.
+
+The values that people get by default live in ``conf/*.yaml``, never here. Login-node code reads this module, so it
+imports neither torch nor anything heavy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+NEVER_OFF = "<never off>"
+"""Marks a field that has no absent state; the identity always includes it."""
+
+
+def knob(off: Any) -> Any:
+    """A field that can be absent; ``off`` (immutable: None, bool, number, string, enum, or empty tuple/dict) is that state."""
+    if isinstance(off, tuple):
+        return field(default_factory=lambda: list(off), metadata={"off": list(off)})
+    if isinstance(off, dict):
+        return field(default_factory=lambda: dict(off), metadata={"off": dict(off)})
+    return field(default=off, metadata={"off": off})
+
+
+def required() -> Any:
+    """A field that every run has; ``conf/`` must give its value."""
+    return field(default=MISSING, metadata={"off": NEVER_OFF})
+
+
+# ---------------------------------------------------------------------------------------------------------- model
+
+
+class ScoreFunction(Enum):
+    sigmoid = "sigmoid"
+    softmax = "softmax"
+
+
+class AttentionBackend(Enum):
+    varlen = "varlen"
+    flex = "flex"
+
+
+@dataclass
+class Model:
+    """The decoder: grouped-query attention and a mixture of experts in every layer, rotary embeddings on some layers."""
+
+    flavor: str = required()
+    """Name of the configuration, for people; torchtitan's ModelSpec carries it."""
+
+    n_layers: int = required()
+    """Number of decoder layers, all of them with experts. Source: 74 in the EUROPA post."""
+
+    dim: int = required()
+    """Width of the residual stream. Source: 6144 in the EUROPA post."""
+
+    n_heads: int = required()
+    """Query heads per layer. Source for europa_1t: derived from the dense weights of 55 MiB a layer at 1/4."""
+
+    n_kv_heads: int = required()
+    """Key/value heads per layer (grouped-query attention); divides n_heads."""
+
+    head_dim: int = required()
+    """Width of one head; even, because rotary embeddings turn pairs."""
+
+    vocab_size: int = required()
+    """Rows of the embedding and of the untied LM head."""
+
+    n_experts: int = required()
+    """Routed experts per layer. Source: 384 in the EUROPA post."""
+
+    top_k: int = required()
+    """Experts per token. Source: 8 in the EUROPA post."""
+
+    expert_hidden_dim: int = required()
+    """Hidden width of one expert (SwiGLU: three matrices of dim x hidden). Source for europa_1t: derived, 1792."""
+
+    rope_every: int = required()
+    """Every n-th layer turns queries and keys (layers n-1, 2n-1, ...); the others have no positions. 2 gives 37 of 74."""
+
+    rope_theta: float = required()
+    """Base of the rotary frequencies."""
+
+    n_long_rope_layers: int = knob(0)
+    """How many of the RoPE layers, evenly spread, hold a cache of long_rope_factor x the sequence length."""
+
+    long_rope_factor: int = knob(1)
+    """Length of the long caches in units of the sequence length. Source for europa_1t: 2, from 2.75 GiB of copies."""
+
+    score_function: ScoreFunction = required()
+    """How router logits become scores."""
+
+    normalize_top_k: bool = knob(False)
+    """Divide the chosen scores by their sum, so that a token's expert weights add up to 1."""
+
+    load_balance_coeff: float = knob(0.0)
+    """Step of the auxiliary-loss-free bias that evens out expert load (torchtitan's MoE); 0 is no bias."""
+
+    norm_eps: float = required()
+    """Epsilon of the RMS norms."""
+
+    init_std: float = required()
+    """Standard deviation of the truncated-normal initialisation; residual outputs are scaled by 1/sqrt(2 n_layers)."""
+
+    attention_backend: AttentionBackend = required()
+    """Document-masked attention on an accelerator; on CPU a document-masked SDPA takes its place."""
+
+
+# ---------------------------------------------------------------------------------------------------- parallelism
+
+
+class ReshardAfterForward(Enum):
+    default = "default"
+    always = "always"
+    never = "never"
+
+
+@dataclass
+class Parallelism:
+    """The layout of ranks. nodes x gpus_per_node ranks = data_parallel_replicate_degree x data_parallel_shard_degree."""
+
+    nodes: int = required()
+    """Number of nodes; on one machine they are logical."""
+
+    gpus_per_node: int = required()
+    """Ranks per node, one accelerator each. Source: 4 on Jupiter."""
+
+    data_parallel_replicate_degree: int = knob(1)
+    """Replicas of the sharded model (HSDP); 1 is plain FSDP. Source: up to 4 in the EUROPA post."""
+
+    data_parallel_shard_degree: int = required()
+    """Ranks that the dense parameters are sharded over (FSDP). Source: 384 in the EUROPA post."""
+
+    expert_parallel_degree: int = knob(1)
+    """Ranks that the experts are split over; borrowed from the shard ranks. Source: 4, inside a node, in the EUROPA post."""
+
+    reshard_after_forward: ReshardAfterForward = knob(ReshardAfterForward.default)
+    """Free gathered parameters after the forward pass (torchtitan's parallelism.fsdp_reshard_after_forward)."""
+
+
+# ----------------------------------------------------------------------------------------------------------- comm
+
+
+class ExpertAllGather(Enum):
+    bf16 = "bf16"
+    fp8 = "fp8"
+
+
+@dataclass
+class Comm:
+    """What the collectives carry."""
+
+    expert_all_gather: ExpertAllGather = knob(ExpertAllGather.bf16)
+    """Precision of the expert weights on the wire: bf16 as FSDP does, or FP8 E4M3 in blocks of 128 with one fp32 scale each
+    (1.03125 bytes a value). Source: +18% in the EUROPA post."""
+
+
+# ----------------------------------------------------------------------------------------------------------- nccl
+
+
+@dataclass
+class Nccl:
+    """NCCL settings; each becomes an environment variable of the ranks. Unset fields leave NCCL's own choice."""
+
+    max_ctas: int | None = knob(None)
+    """NCCL_MAX_CTAS: most thread blocks (one SM each) a collective may use, 1 to 64. Source: 16 gave +7% in the EUROPA post."""
+
+    min_ctas: int | None = knob(None)
+    """NCCL_MIN_CTAS: fewest thread blocks of a collective, 1 to 64."""
+
+    socket_ifname: str | None = knob(None)
+    """NCCL_SOCKET_IFNAME: network interface of the bootstrap, for example ib0."""
+
+    ib_hca: str | None = knob(None)
+    """NCCL_IB_HCA: InfiniBand adapters, for example mlx5_0,mlx5_1."""
+
+    ib_timeout: int | None = knob(None)
+    """NCCL_IB_TIMEOUT: exponent of the InfiniBand timeout (4.096 us x 2^n), 1 to 31."""
+
+    ib_retry_cnt: int | None = knob(None)
+    """NCCL_IB_RETRY_CNT: InfiniBand retries, 1 to 7 in hardware; larger values are taken as given."""
+
+    socket_family: str | None = knob(None)
+    """NCCL_SOCKET_FAMILY: AF_INET or AF_INET6."""
+
+    debug: str | None = knob(None)
+    """NCCL_DEBUG: VERSION, WARN, INFO or TRACE."""
+
+    extra: dict[str, str] = knob({})
+    """Any other NCCL variable by its full name, for example nccl.extra.NCCL_ALGO=Ring. Only NCCL_* names, no plugins or file paths."""
+
+
+# -------------------------------------------------------------------------------------------------------- offload
+
+
+@dataclass
+class Offload:
+    """What lives in host memory instead of device memory."""
+
+    fsdp_cpu: bool = knob(False)
+    """Keep sharded parameters, gradients and optimizer state on the host (FSDP's CPUOffloadPolicy)."""
+
+
+# ------------------------------------------------------------------------------------------------------ optimizer
+
+
+class OptimizerName(Enum):
+    adamw = "adamw"
+
+
+class DecayType(Enum):
+    linear = "linear"
+    sqrt = "sqrt"
+    cosine = "cosine"
+
+
+@dataclass
+class Optimizer:
+    """The optimizer, its learning-rate schedule and gradient clipping."""
+
+    name: OptimizerName = required()
+    """Which optimizer."""
+
+    lr: float = required()
+    """Peak learning rate."""
+
+    beta1: float = required()
+    """Decay of the first moment."""
+
+    beta2: float = required()
+    """Decay of the second moment."""
+
+    eps: float = required()
+    """Added to the square root of the second moment."""
+
+    weight_decay: float = knob(0.0)
+    """Decoupled weight decay."""
+
+    warmup_steps: int = knob(0)
+    """Steps of linear warm-up of the learning rate."""
+
+    decay_ratio: float = knob(0.0)
+    """Share of the steps, at the end, in which the learning rate decays; 0 holds it constant."""
+
+    decay_type: DecayType = knob(DecayType.linear)
+    """Shape of the decay."""
+
+    min_lr_factor: float = knob(0.0)
+    """Learning rate at the end of the decay as a share of the peak."""
+
+    max_grad_norm: float = required()
+    """Gradients are scaled down to this global norm."""
+
+
+# ----------------------------------------------------------------------------------------------------------- data
+
+
+class DataSource(Enum):
+    sample = "sample"
+    synthetic = "synthetic"
+
+
+@dataclass
+class Data:
+    """Where tokens come from. Documents are packed into rows; positions restart at each document."""
+
+    source: DataSource = required()
+    """sample: text, byte-level tokens. synthetic: random tokens in documents of random length."""
+
+    path: str | None = knob(None)
+    """sample only: folder of text files, one document a file; without it Python's own help texts."""
+
+    shuffle_seed: int = required()
+    """Seed of the document order (sample) or of the tokens (synthetic)."""
+
+    mean_document_length: int | None = knob(None)
+    """synthetic only: mean length of a document in tokens (geometric); without it a document fills its row."""
+
+
+# ------------------------------------------------------------------------------------------------------- training
+
+
+class Precision(Enum):
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+class ActivationCheckpoint(Enum):
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+@dataclass
+class Training:
+    """How long, how much at once, in which precision, what is kept."""
+
+    steps: int = required()
+    """Optimizer steps."""
+
+    seq_len: int = required()
+    """Tokens per row. Source: 65,536 in the EUROPA post."""
+
+    local_batch_size: int = required()
+    """Rows per rank and forward pass."""
+
+    global_batch_size: int | None = knob(None)
+    """Rows per optimizer step over all ranks; a multiple of local_batch_size x data-parallel ranks accumulates gradients.
+    Without it one forward pass per rank makes a step."""
+
+    seed: int = required()
+    """Seed of the initialisation; the same seed gives the same full tensors on any layout."""
+
+    param_precision: Precision = required()
+    """Precision of gathered parameters and activations; master weights and reductions stay fp32."""
+
+    activation_checkpoint: ActivationCheckpoint = knob(ActivationCheckpoint.none)
+    """none; selective (torchtitan's per-operation choice); full (only layer boundaries are kept, 4x in the EUROPA post)."""
+
+    deterministic: bool = knob(False)
+    """Deterministic kernels where PyTorch has them; slower on an accelerator. CPU runs repeat bitwise without it."""
+
+    compile: bool = knob(False)
+    """torch.compile of the layers (accelerators only)."""
+
+    log_every: int = required()
+    """Steps between two lines of metrics.jsonl."""
+
+    checkpoint_every: int = knob(0)
+    """Steps between two checkpoints under the run folder; 0 keeps none."""
+
+    checkpoint_keep: int = knob(0)
+    """Newest checkpoints that are kept; 0 keeps all."""
+
+    initial_checkpoint: str | None = knob(None)
+    """Folder of a checkpoint to start from. One that is not in this runs folder loads only with trust=true (it holds pickles)."""
+
+    init_timeout_s: int = required()
+    """Seconds a collective may take before the first step is done."""
+
+    train_timeout_s: int = required()
+    """Seconds a collective may take afterwards."""
+
+
+# ------------------------------------------------------------------------------------------------------- tracking
+
+
+class TrackingMode(Enum):
+    offline = "offline"
+    online = "online"
+    disabled = "disabled"
+
+
+@dataclass
+class Tracking:
+    """Weights & Biases. The run folder is the record; W&B is a view of it. Never part of a run's identity."""
+
+    mode: TrackingMode = required()
+    """offline writes beside the run and can be synced later; online needs a network; disabled writes nothing."""
+
+    project: str = required()
+    """W&B project."""
+
+    entity: str | None = knob(None)
+    """W&B team or user; without it the login's default."""
+
+    group: str | None = knob(None)
+    """W&B group; without it the name of the sweep."""
+
+    job_type: str = required()
+    """W&B job type."""
+
+    notes: str | None = knob(None)
+    """Free text shown beside the run."""
+
+
+# -------------------------------------------------------------------------------------------------------- cluster
+
+
+class Executor(Enum):
+    local = "local"
+
+
+@dataclass
+class Cluster:
+    """Where ranks run."""
+
+    name: str = required()
+    """Name of the site, for people and for comparisons."""
+
+    executor: Executor = required()
+    """local: ranks are processes on this machine."""
+
+    threads_per_rank: int = required()
+    """OMP_NUM_THREADS of a rank."""
+
+    preload: bool = knob(False)
+    """Ranks start from a process that has torch and torchtitan loaded already (CPU only): no import of ~6 s a rank and run."""
+
+    device_memory_gib: float | None = knob(None)
+    """Memory of one accelerator in GiB, for the check before submitting; without it that check is left out."""
+
+    host_memory_gib: float | None = knob(None)
+    """Host memory for one rank in GiB, for the check before submitting; without it executor=local takes this machine's."""
+
+    env: dict[str, str] = knob({})
+    """More environment variables of the ranks, set before torch is imported (allocator settings, for example)."""
+
+
+# --------------------------------------------------------------------------------------------------------- launch
+
+
+@dataclass
+class Launch:
+    """How this call behaves. Never part of a run's identity."""
+
+    runs_dir: str = required()
+    """Folder of run folders; relative to where the command was typed."""
+
+    preview: bool = knob(False)
+    """Print the points (name, hash, what differs, ranks) and submit nothing."""
+
+    repeat: int = knob(1)
+    """Runs of each identity, for error bars."""
+
+    force: bool = knob(False)
+    """Run points that have a completed run of the same identity, code, data and cluster already."""
+
+    sweep_name: str | None = knob(None)
+    """Name of the sweep that the runs of this call belong to; without it the sweep file's name or what is varied, and a time."""
+
+
+# ----------------------------------------------------------------------------------------------------------- root
+
+
+@dataclass
+class Config:
+    """One composition: everything a run is told."""
+
+    model: Model = field(default_factory=Model)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    comm: Comm = field(default_factory=Comm)
+    nccl: Nccl = field(default_factory=Nccl)
+    offload: Offload = field(default_factory=Offload)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    data: Data = field(default_factory=Data)
+    training: Training = field(default_factory=Training)
+    tracking: Tracking = field(default_factory=Tracking)
+    cluster: Cluster = field(default_factory=Cluster)
+    launch: Launch = field(default_factory=Launch)
+
+    tags: list[str] = knob(())
+    """Words to find the run by, here and in W&B (1 to 64 characters each). Not part of the identity."""
+
+    trust: bool = knob(False)
+    """Allow loading checkpoints and dataloader state from outside this runs folder (pickles can run code)."""
+
+
+IDENTITY_EXCLUDES: frozenset[str] = frozenset(
+    {
+        "tracking",
+        "launch",
+        "tags",
+        "trust",
+        "training.init_timeout_s",
+        "training.train_timeout_s",
+        "cluster.name",
+        "cluster.preload",
+        "cluster.device_memory_gib",
+        "cluster.host_memory_gib",
+    }
+)
+"""Fields and groups that can't change a result and are no part of a run's identity. Everything else is."""
