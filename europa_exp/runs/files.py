@@ -1,0 +1,50 @@
+"""Writing small files so that a reader, a crash or a full disk never meets half of one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a new file and bring it to the disk (quotas and network file systems report a full disk only then)."""
+    with open(path, "x", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text`` in one move: afterwards it is the old file or the new one. Raises OSError."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the entries of a folder to the disk; file systems that can't are left alone."""
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _umask() -> int:
+    # mkstemp makes files for the owner alone; colleagues in the same group must be able to read a run.
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        line = next(s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith("Umask:"))
+        return int(line.split()[1], 8)
+    return 0o022
