@@ -196,7 +196,7 @@ class Nccl:
     """NCCL_DEBUG: VERSION, WARN, INFO or TRACE."""
 
     extra: dict[str, str] = knob({})
-    """Any other NCCL variable by its full name, for example nccl.extra.NCCL_ALGO=Ring. Only NCCL_* names, no plugins or file paths."""
+    """Any other NCCL variable by its full name, for example +nccl.extra.NCCL_ALGO=Ring. Only NCCL_* names, no plugins or file paths."""
 
 
 # -------------------------------------------------------------------------------------------------------- offload
@@ -325,6 +325,10 @@ class Training:
 
     activation_checkpoint: ActivationCheckpoint = knob(ActivationCheckpoint.none)
     """none; selective (torchtitan's per-operation choice); full (only layer boundaries are kept, 4x in the EUROPA post)."""
+
+    loss_chunks: int = knob(1)
+    """Pieces of the sequence that the LM head and the loss take one after another, so that the logits of the whole
+    sequence never exist at once (torchtitan's ChunkedLossWrapper); 1 takes the sequence whole."""
 
     deterministic: bool = knob(False)
     """Deterministic kernels where PyTorch has them; slower on an accelerator. CPU runs repeat bitwise without it."""
@@ -474,6 +478,7 @@ IDENTITY_EXCLUDES: frozenset[str] = frozenset(
         "training.init_timeout_s",
         "training.train_timeout_s",
         "cluster.name",
+        "cluster.executor",
         "cluster.preload",
         "cluster.device_memory_gib",
         "cluster.host_memory_gib",

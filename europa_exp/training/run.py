@@ -1,0 +1,76 @@
+"""One rank's share of a run: build the trainer, train, record."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtitan.tools.logging import init_logger, logger
+
+from europa_exp.config import schema
+from europa_exp.cpu import device
+from europa_exp.runs.folder import RunFolder
+from europa_exp.runs.metrics import MetricsWriter
+from europa_exp.runs.tracking import open_tracker
+from europa_exp.training.assemble import build_trainer
+from europa_exp.training.metrics import Sink
+
+
+def train(cfg: schema.Config, run: RunFolder, runtime: dict[str, Any]) -> None:
+    """Train as this rank of the run; the environment says which rank that is.
+
+    Args:
+        cfg: the frozen configuration.
+        run: the run folder; rank 0 writes metrics, ``runtime.json`` and W&B there.
+        runtime: what the worker did before torch was imported (the environment that it set, notes).
+
+    Raises:
+        Exception: whatever stops the training; the worker records it.
+    """
+    init_logger()
+    torch.set_num_threads(cfg.cluster.threads_per_rank)
+    is_first = int(os.environ["RANK"]) == 0
+    if is_first:
+        _write_runtime(run, cfg, runtime)
+    trainer, counter = build_trainer(cfg, run.path)
+    tracker = open_tracker(run, cfg) if is_first else None
+    exit_code = 1
+    try:
+        sinks: list[Sink] = []
+        if tracker is not None:
+            writer = MetricsWriter(run.path / "metrics.jsonl")
+            sinks = [writer.write, lambda step, metrics: tracker.log(metrics, step)]
+        trainer.metrics_processor.attach(sinks, counter.take)
+        trainer.train()
+        exit_code = 0
+    finally:
+        if tracker is not None:
+            tracker.finish(exit_code)
+    trainer.close()
+    dist.destroy_process_group()
+
+
+def _write_runtime(run: RunFolder, cfg: schema.Config, runtime: dict[str, Any]) -> None:
+    device_type = device.device_type()
+    notes = list(runtime.get("notes", []))
+    if device_type == "cpu" and cfg.nccl != schema.Nccl():
+        note = "the collectives are gloo's, so the nccl settings have no effect here"
+        logger.warning(note)
+        notes.append(note)
+    record = {
+        **runtime,
+        "device": device_type,
+        "device_name": platform.processor() or platform.machine(),
+        "backend": "gloo" if device_type == "cpu" else "nccl",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "notes": notes,
+    }
+    if device_type != "cpu":
+        record["device_name"] = torch.get_device_module(device_type).get_device_name()
+        record["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if device_type == "cuda" else None
+    (run.path / "runtime.json").write_text(json.dumps(record, indent=2) + "\n")
