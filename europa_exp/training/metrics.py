@@ -163,7 +163,7 @@ def _gather(local: dict[str, float]) -> dict[str, list[float]]:
     mine = torch.tensor([local[name] for name in names], dtype=torch.float64, device=device.device_type())
     everyone = mine.new_empty((dist.get_world_size(), len(names)))
     dist.all_gather_into_tensor(everyone, mine)
-    return {name: column for name, column in zip(names, everyone.T.tolist(), strict=True)}
+    return dict(zip(names, everyone.T.tolist(), strict=True))
 
 
 def _peak_host_memory() -> int:
