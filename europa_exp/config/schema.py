@@ -23,18 +23,22 @@ NEVER_OFF = "<never off>"
 """Marks a field that has no absent state; the identity always includes it."""
 
 
-def knob(off: Any) -> Any:
-    """A field that can be absent; ``off`` (immutable: None, bool, number, string, enum, or empty tuple/dict) is that state."""
+def knob(off: Any, *, within: str | None = None) -> Any:
+    """A field that can be absent; ``off`` (immutable: None, bool, number, string, enum, or empty tuple/dict) is that state.
+
+    ``within`` is the range of the values, written as an interval: ``[1, 64]``, ``(0, inf)``, ``[0, 1)``.
+    """
+    metadata = {"off": off, "within": within}
     if isinstance(off, tuple):
-        return field(default_factory=lambda: list(off), metadata={"off": list(off)})
+        return field(default_factory=lambda: list(off), metadata=metadata | {"off": list(off)})
     if isinstance(off, dict):
-        return field(default_factory=lambda: dict(off), metadata={"off": dict(off)})
-    return field(default=off, metadata={"off": off})
+        return field(default_factory=lambda: dict(off), metadata=metadata | {"off": dict(off)})
+    return field(default=off, metadata=metadata)
 
 
-def required() -> Any:
-    """A field that every run has; ``conf/`` must give its value."""
-    return field(default=MISSING, metadata={"off": NEVER_OFF})
+def required(*, within: str | None = None) -> Any:
+    """A field that every run has; ``conf/`` must give its value. ``within`` is the range of the values (see ``knob``)."""
+    return field(default=MISSING, metadata={"off": NEVER_OFF, "within": within})
 
 
 # ---------------------------------------------------------------------------------------------------------- model
@@ -57,43 +61,43 @@ class Model:
     flavor: str = required()
     """Name of the configuration, for people; torchtitan's ModelSpec carries it."""
 
-    n_layers: int = required()
+    n_layers: int = required(within="[1, inf)")
     """Number of decoder layers, all of them with experts. Source: 74 in the EUROPA post."""
 
-    dim: int = required()
+    dim: int = required(within="[1, inf)")
     """Width of the residual stream. Source: 6144 in the EUROPA post."""
 
-    n_heads: int = required()
+    n_heads: int = required(within="[1, inf)")
     """Query heads per layer. Source for europa_1t: derived from the dense weights of 55 MiB a layer at 1/4."""
 
-    n_kv_heads: int = required()
+    n_kv_heads: int = required(within="[1, inf)")
     """Key/value heads per layer (grouped-query attention); divides n_heads."""
 
-    head_dim: int = required()
+    head_dim: int = required(within="[2, inf)")
     """Width of one head; even, because rotary embeddings turn pairs."""
 
-    vocab_size: int = required()
+    vocab_size: int = required(within="[2, inf)")
     """Rows of the embedding and of the untied LM head."""
 
-    n_experts: int = required()
+    n_experts: int = required(within="[1, inf)")
     """Routed experts per layer. Source: 384 in the EUROPA post."""
 
-    top_k: int = required()
+    top_k: int = required(within="[1, inf)")
     """Experts per token. Source: 8 in the EUROPA post."""
 
-    expert_hidden_dim: int = required()
+    expert_hidden_dim: int = required(within="[1, inf)")
     """Hidden width of one expert (SwiGLU: three matrices of dim x hidden). Source for europa_1t: derived, 1792."""
 
-    rope_every: int = required()
+    rope_every: int = required(within="[1, inf)")
     """Every n-th layer turns queries and keys (layers n-1, 2n-1, ...); the others have no positions. 2 gives 37 of 74."""
 
-    rope_theta: float = required()
+    rope_theta: float = required(within="(0, inf)")
     """Base of the rotary frequencies."""
 
-    n_long_rope_layers: int = knob(0)
+    n_long_rope_layers: int = knob(0, within="[0, inf)")
     """How many of the RoPE layers, evenly spread, hold a cache of long_rope_factor x the sequence length."""
 
-    long_rope_factor: int = knob(1)
+    long_rope_factor: int = knob(1, within="[1, inf)")
     """Length of the long caches in units of the sequence length. Source for europa_1t: 2, from 2.75 GiB of copies."""
 
     score_function: ScoreFunction = required()
@@ -102,13 +106,13 @@ class Model:
     normalize_top_k: bool = knob(False)
     """Divide the chosen scores by their sum, so that a token's expert weights add up to 1."""
 
-    load_balance_coeff: float = knob(0.0)
+    load_balance_coeff: float = knob(0.0, within="[0, inf)")
     """Step of the auxiliary-loss-free bias that evens out expert load (torchtitan's MoE); 0 is no bias."""
 
-    norm_eps: float = required()
+    norm_eps: float = required(within="(0, inf)")
     """Epsilon of the RMS norms."""
 
-    init_std: float = required()
+    init_std: float = required(within="(0, inf)")
     """Standard deviation of the truncated-normal initialisation; residual outputs are scaled by 1/sqrt(2 n_layers)."""
 
     attention_backend: AttentionBackend = required()
@@ -128,19 +132,19 @@ class ReshardAfterForward(Enum):
 class Parallelism:
     """The layout of ranks. nodes x gpus_per_node ranks = data_parallel_replicate_degree x data_parallel_shard_degree."""
 
-    nodes: int = required()
+    nodes: int = required(within="[1, inf)")
     """Number of nodes; on one machine they are logical."""
 
-    gpus_per_node: int = required()
+    gpus_per_node: int = required(within="[1, inf)")
     """Ranks per node, one accelerator each. Source: 4 on Jupiter."""
 
-    data_parallel_replicate_degree: int = knob(1)
+    data_parallel_replicate_degree: int = knob(1, within="[1, inf)")
     """Replicas of the sharded model (HSDP); 1 is plain FSDP. Source: up to 4 in the EUROPA post."""
 
-    data_parallel_shard_degree: int = required()
+    data_parallel_shard_degree: int = required(within="[1, inf)")
     """Ranks that the dense parameters are sharded over (FSDP). Source: 384 in the EUROPA post."""
 
-    expert_parallel_degree: int = knob(1)
+    expert_parallel_degree: int = knob(1, within="[1, inf)")
     """Ranks that the experts are split over; borrowed from the shard ranks. Source: 4, inside a node, in the EUROPA post."""
 
     reshard_after_forward: ReshardAfterForward = knob(ReshardAfterForward.default)
@@ -171,10 +175,10 @@ class Comm:
 class Nccl:
     """NCCL settings; each becomes an environment variable of the ranks. Unset fields leave NCCL's own choice."""
 
-    max_ctas: int | None = knob(None)
+    max_ctas: int | None = knob(None, within="[1, 64]")
     """NCCL_MAX_CTAS: most thread blocks (one SM each) a collective may use, 1 to 64. Source: 16 gave +7% in the EUROPA post."""
 
-    min_ctas: int | None = knob(None)
+    min_ctas: int | None = knob(None, within="[1, 64]")
     """NCCL_MIN_CTAS: fewest thread blocks of a collective, 1 to 64."""
 
     socket_ifname: str | None = knob(None)
@@ -183,10 +187,10 @@ class Nccl:
     ib_hca: str | None = knob(None)
     """NCCL_IB_HCA: InfiniBand adapters, for example mlx5_0,mlx5_1."""
 
-    ib_timeout: int | None = knob(None)
+    ib_timeout: int | None = knob(None, within="[1, 31]")
     """NCCL_IB_TIMEOUT: exponent of the InfiniBand timeout (4.096 us x 2^n), 1 to 31."""
 
-    ib_retry_cnt: int | None = knob(None)
+    ib_retry_cnt: int | None = knob(None, within="[1, 255]")
     """NCCL_IB_RETRY_CNT: InfiniBand retries, 1 to 7 in hardware; larger values are taken as given."""
 
     socket_family: str | None = knob(None)
@@ -230,34 +234,34 @@ class Optimizer:
     name: OptimizerName = required()
     """Which optimizer."""
 
-    lr: float = required()
+    lr: float = required(within="(0, inf)")
     """Peak learning rate."""
 
-    beta1: float = required()
+    beta1: float = required(within="[0, 1)")
     """Decay of the first moment."""
 
-    beta2: float = required()
+    beta2: float = required(within="[0, 1)")
     """Decay of the second moment."""
 
-    eps: float = required()
+    eps: float = required(within="[0, inf)")
     """Added to the square root of the second moment."""
 
-    weight_decay: float = knob(0.0)
+    weight_decay: float = knob(0.0, within="[0, inf)")
     """Decoupled weight decay."""
 
-    warmup_steps: int = knob(0)
+    warmup_steps: int = knob(0, within="[0, inf)")
     """Steps of linear warm-up of the learning rate."""
 
-    decay_ratio: float = knob(0.0)
+    decay_ratio: float = knob(0.0, within="[0, 1]")
     """Share of the steps, at the end, in which the learning rate decays; 0 holds it constant."""
 
     decay_type: DecayType = knob(DecayType.linear)
     """Shape of the decay."""
 
-    min_lr_factor: float = knob(0.0)
+    min_lr_factor: float = knob(0.0, within="[0, 1]")
     """Learning rate at the end of the decay as a share of the peak."""
 
-    max_grad_norm: float = required()
+    max_grad_norm: float = required(within="(0, inf)")
     """Gradients are scaled down to this global norm."""
 
 
@@ -279,10 +283,10 @@ class Data:
     path: str | None = knob(None)
     """sample only: folder of text files, one document a file; without it Python's own help texts."""
 
-    shuffle_seed: int = required()
+    shuffle_seed: int = required(within="[0, inf)")
     """Seed of the document order (sample) or of the tokens (synthetic)."""
 
-    mean_document_length: int | None = knob(None)
+    mean_document_length: int | None = knob(None, within="[1, inf)")
     """synthetic only: mean length of a document in tokens (geometric); without it a document fills its row."""
 
 
@@ -304,20 +308,20 @@ class ActivationCheckpoint(Enum):
 class Training:
     """How long, how much at once, in which precision, what is kept."""
 
-    steps: int = required()
+    steps: int = required(within="[1, inf)")
     """Optimizer steps."""
 
-    seq_len: int = required()
+    seq_len: int = required(within="[1, inf)")
     """Tokens per row. Source: 65,536 in the EUROPA post."""
 
-    local_batch_size: int = required()
+    local_batch_size: int = required(within="[1, inf)")
     """Rows per rank and forward pass."""
 
-    global_batch_size: int | None = knob(None)
+    global_batch_size: int | None = knob(None, within="[1, inf)")
     """Rows per optimizer step over all ranks; a multiple of local_batch_size x data-parallel ranks accumulates gradients.
     Without it one forward pass per rank makes a step."""
 
-    seed: int = required()
+    seed: int = required(within="[0, inf)")
     """Seed of the initialisation; the same seed gives the same full tensors on any layout."""
 
     param_precision: Precision = required()
@@ -326,7 +330,7 @@ class Training:
     activation_checkpoint: ActivationCheckpoint = knob(ActivationCheckpoint.none)
     """none; selective (torchtitan's per-operation choice); full (only layer boundaries are kept, 4x in the EUROPA post)."""
 
-    loss_chunks: int = knob(1)
+    loss_chunks: int = knob(1, within="[1, inf)")
     """Pieces of the sequence that the LM head and the loss take one after another, so that the logits of the whole
     sequence never exist at once (torchtitan's ChunkedLossWrapper); 1 takes the sequence whole."""
 
@@ -336,22 +340,22 @@ class Training:
     compile: bool = knob(False)
     """torch.compile of the layers (accelerators only)."""
 
-    log_every: int = required()
+    log_every: int = required(within="[1, inf)")
     """Steps between two lines of metrics.jsonl."""
 
-    checkpoint_every: int = knob(0)
+    checkpoint_every: int = knob(0, within="[0, inf)")
     """Steps between two checkpoints under the run folder; 0 keeps none."""
 
-    checkpoint_keep: int = knob(0)
+    checkpoint_keep: int = knob(0, within="[0, inf)")
     """Newest checkpoints that are kept; 0 keeps all."""
 
     initial_checkpoint: str | None = knob(None)
     """Folder of a checkpoint to start from. One that is not in this runs folder loads only with trust=true (it holds pickles)."""
 
-    init_timeout_s: int = required()
+    init_timeout_s: int = required(within="[1, inf)")
     """Seconds a collective may take before the first step is done."""
 
-    train_timeout_s: int = required()
+    train_timeout_s: int = required(within="[1, inf)")
     """Seconds a collective may take afterwards."""
 
 
@@ -404,16 +408,16 @@ class Cluster:
     executor: Executor = required()
     """local: ranks are processes on this machine."""
 
-    threads_per_rank: int = required()
+    threads_per_rank: int = required(within="[1, inf)")
     """OMP_NUM_THREADS of a rank."""
 
     preload: bool = knob(False)
     """Ranks start from a process that has torch and torchtitan loaded already (CPU only): no import of ~6 s a rank and run."""
 
-    device_memory_gib: float | None = knob(None)
+    device_memory_gib: float | None = knob(None, within="(0, inf)")
     """Memory of one accelerator in GiB, for the check before submitting; without it that check is left out."""
 
-    host_memory_gib: float | None = knob(None)
+    host_memory_gib: float | None = knob(None, within="(0, inf)")
     """Host memory for one rank in GiB, for the check before submitting; without it executor=local takes this machine's."""
 
     env: dict[str, str] = knob({})
@@ -433,7 +437,7 @@ class Launch:
     preview: bool = knob(False)
     """Print the points (name, hash, what differs, ranks) and submit nothing."""
 
-    repeat: int = knob(1)
+    repeat: int = knob(1, within="[1, inf)")
     """Runs of each identity, for error bars."""
 
     force: bool = knob(False)
