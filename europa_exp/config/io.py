@@ -233,18 +233,19 @@ def convert(value: Any, hint: Any) -> Any:
         key_hint, value_hint = typing.get_args(hint)
         return {convert(k, key_hint): convert(v, value_hint) for k, v in value.items()}
     if isinstance(hint, enum.EnumMeta):
-        if isinstance(value, str) and value in hint.__members__:
-            return hint.__members__[value]
-        raise _Invalid(f"must be one of {', '.join(hint.__members__)}", "Take one of these")
+        members: dict[str, enum.Enum] = dict(hint.__members__)
+        if isinstance(value, str) and value in members:
+            return members[value]
+        raise _Invalid(f"must be one of {', '.join(members)}", "Take one of these")
     if hint is float and type(value) is int and abs(value) < 2**1023:
         return float(value)
-    if isinstance(hint, type) and type(value) is hint:
-        if hint is str and value == "???":
+    if hint is str and isinstance(value, str):
+        if value == "???":
             raise _Invalid("every run needs a value here", "Give one")
-        if hint is str and "${" in value:
-            raise _Invalid(
-                "a frozen configuration holds resolved values, no ${...}", "Write the value itself"
-            )
+        if "${" in value:
+            raise _Invalid("must be a resolved value, no ${...}", "Write the value itself")
+        return str(value)
+    if hint in (int, float, bool) and type(value) is hint:
         return value
     raise _Invalid(f"must be {type_text(hint)}", f"Write {type_text(hint)}")
 
