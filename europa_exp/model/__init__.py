@@ -1,0 +1,1 @@
+"""The EUROPA decoder as a torchtitan ModelSpec."""
