@@ -10,7 +10,7 @@ from pathlib import Path
 
 def write_text(path: Path, text: str) -> None:
     """Write a new file and bring it to the disk (quotas and network file systems report a full disk only then)."""
-    with open(path, "x", encoding="utf-8", newline="") as file:
+    with open(path, "x", encoding="utf-8", errors="surrogateescape", newline="") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -20,7 +20,7 @@ def replace_text(path: Path, text: str) -> None:
     """Replace ``path`` by ``text`` in one move: afterwards it is the old file or the new one. Raises OSError."""
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

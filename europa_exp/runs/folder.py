@@ -331,8 +331,9 @@ def _check_name(name: str) -> None:
 @contextlib.contextmanager
 def _nothing_left_behind(place: Path, made: list[Path]) -> Iterator[None]:
     """Make ``place``; if anything fails inside, remove what was made, ``place`` and its new parents included."""
-    fresh = [folder for folder in (place, *place.parents) if not folder.exists()]
+    fresh: list[Path] = []
     try:
+        fresh = [folder for folder in (place, *place.parents) if not folder.exists()]
         place.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException as error:

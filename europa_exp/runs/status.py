@@ -157,7 +157,7 @@ def _from_record(record: Any) -> Status:
     known = {"state", "created_at", "started_at", "ended_at", "error", "exit_codes", "pid", "host"}
     reason = None
     try:
-        state = State(record.get("state"))
+        state = State(str(record.get("state")))
     except ValueError:
         state, reason = State.unknown, f"{STATUS_FILE} holds the unknown state {record.get('state')!r}"
     codes = record.get("exit_codes")
