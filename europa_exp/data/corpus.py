@@ -104,7 +104,8 @@ class TextFolder(Documents):
             raise self._error("no such folder", "give a folder of text files or leave data.path out")
         if not self._root.is_dir():
             raise self._error("not a folder", f"give the folder of the file, {self._root.parent}")
-        self.names, self.sizes, self.mtimes_ns = [], [], []
+        self.names, self.sizes = [], []
+        self.mtimes_ns: list[int] = []
         self.left_out: Counter[str] = Counter()
         for name in sorted(self._walk()):
             self._look_at(name)
