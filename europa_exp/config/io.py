@@ -28,7 +28,7 @@ FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-
 """Numbers such as 1e-3, which YAML 1.1 takes for text and OmegaConf for numbers: written quoted if text, read as numbers."""
 
 
-class _Invalid(Exception):
+class Invalid(Exception):
     """A value that doesn't fit its field: the rule and the way out."""
 
     def __init__(self, rule: str, way_out: str) -> None:
@@ -210,7 +210,7 @@ def _build(cls: type[T], data: Any, prefix: str, problems: list[Problem]) -> T |
         else:
             try:
                 values[name] = convert(data[name], hint)
-            except _Invalid as e:
+            except Invalid as e:
                 problems.append(Problem(f"{dot}{name}", data[name], e.rule, e.way_out))
     return None if problems else cls(**values)
 
@@ -236,18 +236,18 @@ def convert(value: Any, hint: Any) -> Any:
         members: dict[str, enum.Enum] = dict(hint.__members__)
         if isinstance(value, str) and value in members:
             return members[value]
-        raise _Invalid(f"must be one of {', '.join(members)}", "Take one of these")
+        raise Invalid(f"must be one of {', '.join(members)}", "Take one of these")
     if hint is float and type(value) is int and abs(value) < 2**1023:
         return float(value)
     if hint is str and isinstance(value, str):
         if value == "???":
-            raise _Invalid("every run needs a value here", "Give one")
+            raise Invalid("every run needs a value here", "Give one")
         if "${" in value:
-            raise _Invalid("must be a resolved value, no ${...}", "Write the value itself")
+            raise Invalid("must be a resolved value, no ${...}", "Write the value itself")
         return str(value)
     if hint in (int, float, bool) and type(value) is hint:
         return value
-    raise _Invalid(f"must be {type_text(hint)}", f"Write {type_text(hint)}")
+    raise Invalid(f"must be {type_text(hint)}", f"Write {type_text(hint)}")
 
 
 def type_text(hint: Any) -> str:

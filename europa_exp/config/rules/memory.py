@@ -1,0 +1,153 @@
+"""A lower bound of the memory of a rank, against what there is. What the bound refuses can't run; the rest may not fit either."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from europa_exp.config import counts
+from europa_exp.config.counts import GIB
+from europa_exp.config.errors import Problem
+from europa_exp.config.rules import reads
+from europa_exp.config.schema import Config, Executor, ExpertAllGather
+
+
+@dataclass(frozen=True)
+class Need:
+    """Least bytes of one rank."""
+
+    state: float
+    """fp32 master weights, fp32 gradients and AdamW's two fp32 moments, sharded."""
+
+    activations: float
+    """Inputs of all layers; every kind of recomputation keeps them."""
+
+    gathered: float
+    """One layer's expert weights, gathered in the precision of the computation."""
+
+    @property
+    def total(self) -> float:
+        return self.state + self.activations + self.gathered
+
+    def __str__(self) -> str:
+        parts = [
+            f"state {gib(self.state)}" if self.state else "",
+            f"layer inputs {gib(self.activations)}" if self.activations else "",
+            f"one layer's experts {gib(self.gathered)}" if self.gathered else "",
+        ]
+        return " + ".join(p for p in parts if p)
+
+
+def need(cfg: Config) -> Need:
+    """The lower bound of one rank, wherever it is kept."""
+    width = counts.element_bytes(cfg.training.param_precision)
+    return Need(
+        state=counts.state_bytes_per_rank(cfg.model, cfg.parallelism),
+        activations=counts.boundary_activation_bytes(cfg.model, cfg.training),
+        gathered=counts.expert_gather_bytes(cfg.model, cfg.parallelism, ExpertAllGather.bf16, width=width),
+    )
+
+
+def split(cfg: Config) -> tuple[Need, Need]:
+    """The lower bound of one rank: on its device, on its host."""
+    n = need(cfg)
+    if cfg.offload.fsdp_cpu:
+        return Need(0, n.activations, n.gathered), Need(n.state, 0, 0)
+    return n, Need(0, 0, 0)
+
+
+def machine_bytes() -> int | None:
+    """Memory of this machine, or what a container leaves of it; None where the system doesn't tell."""
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        limit = "max"
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+@reads(
+    "model",
+    "parallelism",
+    "offload",
+    "training.seq_len",
+    "training.local_batch_size",
+    "training.param_precision",
+    "cluster.executor",
+    "cluster.device_memory_gib",
+    "cluster.host_memory_gib",
+)
+def memory(cfg: Config) -> Iterator[Problem]:
+    """State, layer inputs and one layer's experts fit where they are kept."""
+    device, host = split(cfg)
+    device_gib, host_gib = cfg.cluster.device_memory_gib, cfg.cluster.host_memory_gib
+    if device_gib is not None and device.total > device_gib * GIB:
+        yield Problem(
+            "cluster.device_memory_gib",
+            device_gib,
+            f"a rank needs at least {gib(device.total)} on its device ({device})",
+            _way_out(cfg, device, offload=not cfg.offload.fsdp_cpu),
+        )
+    elsewhere = device_gib is not None
+    on_host = host.total if elsewhere else need(cfg).total
+    if (
+        host_gib is not None
+        and (elsewhere or cfg.cluster.executor is Executor.local)
+        and on_host > host_gib * GIB
+    ):
+        yield Problem(
+            "cluster.host_memory_gib",
+            host_gib,
+            f"a rank needs at least {gib(on_host)} on its host ({host if elsewhere else need(cfg)})",
+            _way_out(cfg, host if elsewhere else need(cfg), device_known=elsewhere),
+        )
+    if host_gib is None and cfg.cluster.executor is Executor.local:
+        ranks = cfg.parallelism.nodes * cfg.parallelism.gpus_per_node
+        have = machine_bytes()
+        if have is not None and ranks * on_host > have:
+            yield Problem(
+                "model.flavor",
+                cfg.model.flavor,
+                f"its {ranks} ranks need at least {gib(ranks * on_host)} of memory, {gib(on_host)} each "
+                f"({host if elsewhere else need(cfg)}), and this machine has {gib(have)}",
+                _way_out(cfg, host if elsewhere else need(cfg), device_known=elsewhere, small=True),
+            )
+
+
+def _way_out(
+    cfg: Config, n: Need, *, offload: bool = False, device_known: bool = True, small: bool = False
+) -> str:
+    ways = []
+    if small:
+        ways.append("take model=debug")
+    if n.state >= max(n.activations, n.gathered):
+        ways.append("shard over more ranks (parallelism.data_parallel_shard_degree)")
+        if offload:
+            ways.append("keep the state on the host (offload.fsdp_cpu=true)")
+    elif n.activations >= n.gathered:
+        ways.append(
+            f"shorten training.seq_len={cfg.training.seq_len} or "
+            f"training.local_batch_size={cfg.training.local_batch_size}"
+        )
+    else:
+        ways.append(f"raise parallelism.expert_parallel_degree={cfg.parallelism.expert_parallel_degree}")
+    if not device_known:
+        ways.append("tell cluster.device_memory_gib if the ranks run on accelerators")
+    if not small:
+        ways.append("correct the cluster's number")
+    text = ", or ".join(ways)
+    return text[0].upper() + text[1:]
+
+
+def gib(n: float) -> str:
+    """Bytes as GiB with three digits that count."""
+    value = n / GIB
+    return f"{value:,.0f} GiB" if value >= 100 else f"{value:.3g} GiB"
+
+
+RULES = [memory]
