@@ -1,0 +1,144 @@
+"""The command line: ``python launch.py [-m] [group=option] [field=value]`` and ``python launch.py rerun=RUN ...``.
+
+Hydra parses and composes; `plugins` takes over. Whatever is wrong with a call ends here as one message on stderr and exit
+code 2, with nothing submitted and nothing on disk.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from europa_exp.config.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from europa_exp.launch.expand import Plan
+
+BAD_INPUT = 2
+"""Exit code of a call that can't be run as it is."""
+
+_FULL_ERROR = "HYDRA_FULL_ERROR"
+
+
+def main(root: Path, argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code.
+
+    ``root`` is the folder with `conf/` and `sweeps/`; ``argv`` defaults to the process's own arguments.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if any(a.startswith("rerun=") for a in arguments):
+            from europa_exp.launch.rerun import rerun
+
+            return rerun(root, arguments)
+        return _through_hydra(root, arguments)
+    except ConfigError as e:
+        print(e, file=sys.stderr)
+        return BAD_INPUT
+
+
+def _through_hydra(root: Path, arguments: list[str]) -> int:
+    import hydra
+
+    from europa_exp.launch import plugins
+    from europa_exp.launch.compose import explained
+    from europa_exp.launch.overrides import normalize
+
+    plugins.register(root)
+    command = [sys.argv[0], *arguments]
+    plugins.outcome.code = 0
+    plugins.hand_over = lambda plan: hand_over(plan, command)
+    failed: list[ConfigError] = []
+
+    def single(_: object) -> None:
+        from hydra.core.global_hydra import GlobalHydra
+        from hydra.core.hydra_config import HydraConfig
+
+        config = HydraConfig.instance().cfg
+        loader = GlobalHydra.instance().config_loader()
+        assert config is not None
+        try:
+            plan = plugins.plan_call(loader, config, list(config.hydra.overrides.task), multirun=False)
+        except ConfigError as e:
+            failed.append(e)  # raised here, Hydra would print a traceback of its own
+            return
+        plugins.outcome.code = hand_over(plan, command)
+
+    flags, overrides = split_flags(arguments)
+    multirun = "-m" in flags or "--multirun" in flags
+    sys.argv = [sys.argv[0], *flags, *(normalize(o) for o in overrides)]
+    before = os.environ.get(_FULL_ERROR)
+    os.environ[_FULL_ERROR] = "1"  # Hydra then raises instead of printing and exiting by itself
+    try:
+        app = hydra.main(version_base="1.3", config_path=str(root / "conf"), config_name="config")(single)
+        with explained(overrides, _options(root), multirun=multirun):
+            app()
+    finally:
+        _restore(before)
+    if failed:
+        raise failed[0]
+    return plugins.outcome.code
+
+
+def _options(root: Path):  # noqa: ANN202
+    """Options of a group for messages, read when there is something to say."""
+
+    def options(group: str) -> list[str]:
+        from europa_exp.launch.compose import composer
+
+        with composer(root / "conf") as found:
+            return found.options(group)
+
+    return options
+
+
+def _restore(before: str | None) -> None:
+    if before is None:
+        os.environ.pop(_FULL_ERROR, None)
+    else:
+        os.environ[_FULL_ERROR] = before
+
+
+def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Flags (with their values) and overrides, wherever in the line they stand: ``a=1 -m b=2`` is one call."""
+    with_value = {"--cfg", "-c", "--package", "-p", "--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd"}
+    flags: list[str] = []
+    overrides: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument in with_value and rest:
+            flags += [argument, rest.pop(0)]
+        elif argument in ("--info", "-i"):
+            flags.append(argument)
+            if rest and "=" not in rest[0] and not rest[0].startswith("-"):
+                flags.append(rest.pop(0))
+        elif argument.startswith("-"):
+            flags.append(argument)
+        else:
+            overrides.append(argument)
+    return flags, overrides
+
+
+def hand_over(plan: Plan, command: Sequence[str]) -> int:
+    """Preview or submit checked points; the end of every call, whether single run, sweep or rerun."""
+    for notice in plan.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    launch = plan.points[0].cfg.launch
+    if launch.preview:
+        from europa_exp.launch.preview import show
+
+        show(plan)
+        return 0
+    os.environ.pop(_FULL_ERROR, None)  # ours, not for the ranks
+    from europa_exp.launch.submit import submit
+
+    return submit(plan.points, launch, sweep=plan.sweep, command=list(command))
+
+
+def refuse(field: str, value: object, rule: str, way_out: str) -> ConfigError:
+    """A ConfigError about one thing in the call itself."""
+    return ConfigError([("", Problem(field, value, rule, way_out))])

@@ -1,0 +1,250 @@
+"""Overrides as text: what people type, how a value is quoted, and what is wrong with one.
+
+Hydra parses them; this module writes values that Hydra's grammar reads back unchanged, and says in words what Hydra
+refuses, naming field, value, rule and what to type instead.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from europa_exp.config.errors import Problem
+from europa_exp.launch.fields import field_types, free_mapping, group_names, hint_of, near, takes_text
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+Options = Callable[[str], list[str]]
+"""Name of a group -> its options; empty for a name that is no group."""
+
+_KEY = re.compile(r"^(\+\+|\+|~)?([^=]*?)(?:=(.*))?$", re.DOTALL)
+
+
+@lru_cache(maxsize=1)
+def _parser() -> Any:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    return OverridesParser.create()
+
+
+def parse(text: str) -> Override:
+    """One override; raises Hydra's exceptions for text that its grammar doesn't know."""
+    return _parser().parse_override(text)
+
+
+def split(text: str) -> tuple[str, str, str | None]:
+    """Prefix (``+``, ``++``, ``~`` or nothing), key and raw value (None without ``=``) of an override."""
+    match = _KEY.match(text)
+    assert match is not None  # the pattern takes any text
+    return match[1] or "", match[2], match[3]
+
+
+def key_of(text: str) -> str:
+    """Field or group that an override names, without prefix and package."""
+    return split(text)[1].split("@")[0].strip()
+
+
+def write(value: Any) -> str:
+    """A plain value (text, number, boolean, None, list, dict) in Hydra's grammar; parsing gives the same value again."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(write(v) for v in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{write(str(k))}:{write(v)}" for k, v in value.items()) + "}"
+    text = str(value)
+    if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_./-]*", text) and text.lower() not in {
+        "null",
+        "true",
+        "false",
+        "nan",
+        "inf",
+    }:
+        return text
+    return quoted(text)
+
+
+def quoted(text: str) -> str:
+    """Text in quotes that Hydra's grammar takes off again."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(text, Quote.single if '"' in text and "'" not in text else Quote.double).with_quotes()
+
+
+def for_shell(key: str, value: str) -> str:
+    """What to type in a shell so that ``key`` gets exactly this text."""
+    return shlex.quote(f"{key}={quoted(value)}")
+
+
+def normalize(text: str) -> str:
+    """Spare people two oddities of Hydra's grammar.
+
+    An entry of a free mapping (``nccl.extra.NCCL_ALGO=Ring``) needs no ``+``; a text field takes what was typed, where
+    Hydra would read a number or a boolean and write it differently (``1e3`` as ``1000.0``, ``true`` as ``True``).
+    """
+    prefix, key, raw = split(text)
+    if raw is None or prefix == "~":
+        return text
+    if free_mapping(key):
+        prefix = "++"
+    hint = hint_of(key)
+    if hint is not None and takes_text(hint):
+        try:
+            value = parse(text)._value
+        except Exception:
+            return text  # refused later, with advice
+        if isinstance(value, (bool, int, float)):
+            raw = quoted(raw.strip())
+    return f"{prefix}{key}={raw}"
+
+
+# ------------------------------------------------------------------------------------------------------------ what's wrong
+
+
+def problems_of(texts: Sequence[str], options: Options, *, multirun: bool) -> list[Problem]:
+    """Everything that can be said to be wrong with these overrides without composing them."""
+    out: list[Problem] = []
+    for i, text in enumerate(texts):
+        out += _problems_of_one(text, texts[i - 1] if i else None, options, multirun)
+    return list({str(p): p for p in out}.values())
+
+
+def _problems_of_one(text: str, before: str | None, options: Options, multirun: bool) -> list[Problem]:
+    _, key, raw = split(text)
+    try:
+        override = parse(text)
+    except Exception:
+        return [_grammar(text, key, raw, before)]
+    if override.is_hydra_override() or override.key_or_group == "sweeps":
+        return []
+    if override.is_sweep_override() and not multirun:
+        return [_needs_multirun(override)]
+    if override.is_delete():
+        return []
+    try:
+        values = list(override.sweep_iterator()) if override.is_sweep_override() else [override._value]
+    except Exception:  # glob() needs the config loader; its result holds existing options only
+        return []
+    found = [_value_problem(override, _plain(v), options) for v in values]
+    return [p for p in found if p is not None]
+
+
+def _plain(value: Any) -> Any:
+    from hydra.core.override_parser.types import Override
+
+    return Override._convert_value(value)
+
+
+def _grammar(text: str, key: str, raw: str | None, before: str | None) -> Problem:
+    if raw is None:
+        rule = "is no field=value and no group=option"
+        if before is not None and split(before)[2] is not None:
+            name, value = split(before)[1], f"{split(before)[2]} {text}"
+            way_out = f"If it is part of the value before it, the shell needs quotes: {for_shell(name, value)}"
+        else:
+            way_out = "Write field=value or group=option; python launch.py --help lists them"
+        return Problem("command line", text, rule, way_out)
+    if not re.fullmatch(r"[\w.@/:$-]+", key):
+        return Problem(
+            key or "command line", text, "is no name of a field or group", "Write field=value or group=option"
+        )
+    if raw[:1] in "[{" or "(" in raw:
+        way_out = f"For text, type {for_shell(key, raw)}; in a list or a call, quote the parts"
+    else:
+        way_out = f"Quotes inside quotes make it plain text: {for_shell(key, raw)}"
+    return Problem(key, raw, "holds characters with a meaning in Hydra's grammar, unquoted", way_out)
+
+
+def _needs_multirun(override: Override) -> Problem:
+    from hydra.core.override_parser.types import ValueType
+
+    text = override.input_line or ""
+    _, key, raw = split(text)
+    raw = raw or ""
+    rule = "asks for several runs, but this call is for one"
+    way_out = "Add -m to run each"
+    if override.value_type == ValueType.SIMPLE_CHOICE_SWEEP:
+        rule = "a comma asks for several runs, but this call is for one"
+        hint = hint_of(key)
+        if hint is not None and takes_text(hint):
+            way_out = f"Add -m to run each; for one text with a comma, type {for_shell(key, raw)}"
+        elif hint is not None and "list" in str(hint):
+            way_out = f"Add -m to run each; for one list, type {shlex.quote(f'{key}=[{raw}]')}"
+    return Problem(key, raw, rule, way_out)
+
+
+def _value_problem(override: Override, value: Any, options: Options) -> Problem | None:
+    key = override.key_or_group
+    choices = [] if override.package else options(key)
+    if choices:
+        return _option_problem(key, value, choices)
+    if key in group_names():
+        return None
+    hint = hint_of(key)
+    if hint is None:
+        return _unknown(key, value)
+    return type_problem(key, value)
+
+
+def _option_problem(key: str, value: Any, choices: list[str]) -> Problem | None:
+    wanted = value if isinstance(value, list) else [value]
+    if all(isinstance(v, str) and (v in choices or "${" in v) for v in wanted):
+        return None
+    near_ones = near(str(value), choices)
+    start = f"Perhaps {key}={near_ones[0]} was meant. " if near_ones else ""
+    return Problem(key, value, "there is no such option", f"{start}Options: {', '.join(choices)}")
+
+
+def _unknown(key: str, value: Any) -> Problem:
+    return Problem(key, value, "there is no such field or group", near_fields(key))
+
+
+def near_fields(key: str) -> str:
+    """A way out for a name that doesn't exist: near names, else what exists there."""
+    if matches := near(key, [*field_types(), *group_names()]):
+        return f"Perhaps {' or '.join(matches)} was meant"
+    group = key.split(".")[0]
+    if group in group_names():
+        names = [k.split(".", 1)[1] for k in field_types() if k.startswith(f"{group}.")]
+        return f"Fields of {group}: {', '.join(names)}"
+    return f"Groups: {', '.join(group_names())}; europa fields lists their fields"
+
+
+def type_problem(key: str, value: Any) -> Problem | None:
+    """What is wrong with the type of a plain value for a field of the schema; None if OmegaConf takes it."""
+    from europa_exp.config.io import type_text
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if isinstance(value, str) and ("${" in value or value == "???"):
+        return None  # interpolations are resolved and missing values found in the composition
+    try:
+        OmegaConf.update(_scratch(), key, value, force_add=free_mapping(key) is not None)
+    except OmegaConfBaseException:
+        hint = hint_of(key)
+        wanted = type_text(hint)
+        optional = wanted.endswith(" or null")
+        if isinstance(value, float) and value.is_integer() and "whole number" in wanted:
+            way_out = f"Write {key}={int(value)}"
+        elif value in ("None", "none", None):
+            way_out = f"Write {key}=null" if optional else f"Every run has a {key}: give {wanted}"
+        else:
+            way_out = f"Give {wanted}"
+        return Problem(key, value, f"must be {wanted}", way_out)
+    return None
+
+
+@lru_cache(maxsize=1)
+def _scratch() -> Any:
+    from europa_exp.config.schema import Config
+    from omegaconf import OmegaConf
+
+    return OmegaConf.structured(Config)
