@@ -83,10 +83,11 @@ def local_indices(param: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 raise ValueError(f"A parameter placed as {placement} can't be initialised shard by shard.")
             # Private, and the only call that knows every kind of shard; torch's public local-shape helper gives one
             # offset, which strided shards do not have in general. Replace once it gives index ranges.
+            line = indices[dim].reshape([-1 if d == dim else 1 for d in range(param.ndim)])
             chunks, _ = placement._split_tensor(
-                indices[dim], param.device_mesh.size(mesh_dim), with_padding=False, contiguous=True
+                line, param.device_mesh.size(mesh_dim), with_padding=False, contiguous=True
             )
-            indices[dim] = chunks[coordinate[mesh_dim]]
+            indices[dim] = chunks[coordinate[mesh_dim]].flatten()
         if tuple(len(index) for index in indices) != tuple(param.to_local().shape):
             raise ValueError(
                 f"Placements {param.placements} of a tensor {tuple(param.shape)} give a shard of "

@@ -29,7 +29,7 @@ def model_spec(model: schema.Model, *, device_type: str) -> ModelSpec:
     """The decoder that ``model`` describes, for torchtitan's Trainer.
 
     ``device_type`` is where it will run ("cpu" or an accelerator's name): on CPU the document-masked attention that
-    trains there takes the place of ``model.attention_backend``. The sequence length and the seed of the initialisation
+    trains there takes the place of ``model.attention_backend``, and router logits are fp32 as on an accelerator. The sequence length and the seed of the initialisation
     come later, when the Trainer calls ``update_from_config``.
     """
     rotary, long = set(counts.rope_layers(model)), set(counts.long_rope_layers(model))
@@ -47,7 +47,7 @@ def model_spec(model: schema.Model, *, device_type: str) -> ModelSpec:
                 attention_norm=_norm(model),
                 ffn_norm=_norm(model),
                 attention=_attention(model, device_type, rotary=i in rotary, long=i in long),
-                moe=_experts(model),
+                moe=_experts(model, device_type),
             )
             for i in range(model.n_layers)
         ],
@@ -110,19 +110,26 @@ def _inner_attention(model: schema.Model, device_type: str) -> Module.Config:
     return get_attention_config(model.attention_backend.value)
 
 
-def _experts(model: schema.Model) -> Module.Config:
+def _experts(model: schema.Model, device_type: str) -> Module.Config:
     std = TruncatedNormal(model.init_std)
+    router = make_router_config(
+        dim=model.dim,
+        num_experts=model.n_experts,
+        gate_param_init={"weight": std},
+        top_k=model.top_k,
+        score_func=model.score_function.value,
+        route_norm=model.normalize_top_k,
+    )
+    if device_type == "cpu":
+        from europa_exp.cpu.linear import Float32Linear
+
+        router.gate = Float32Linear.Config(
+            in_features=model.dim, out_features=model.n_experts, param_init={"weight": std}
+        )
     return make_moe_config(
         num_experts=model.n_experts,
         load_balance_coeff=model.load_balance_coeff or None,
-        router=make_router_config(
-            dim=model.dim,
-            num_experts=model.n_experts,
-            gate_param_init={"weight": std},
-            top_k=model.top_k,
-            score_func=model.score_function.value,
-            route_norm=model.normalize_top_k,
-        ),
+        router=router,
         routed_experts=make_routed_experts_config(
             dim=model.dim,
             hidden_dim=model.expert_hidden_dim,

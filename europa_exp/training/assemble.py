@@ -15,7 +15,6 @@ from europa_exp.comm.fp8_all_gather import apply_fp8_all_gather
 from europa_exp.config import schema
 from europa_exp.cpu import device
 from europa_exp.model import model_spec
-from europa_exp.model.initialisation import initialise_by_position
 from europa_exp.training.trainer import EuropaTrainer
 from europa_exp.training.trainer_config import trainer_config
 
@@ -32,9 +31,8 @@ def build_trainer(cfg: schema.Config, run_dir: Path) -> tuple[EuropaTrainer, Col
     """
     counter = CollectiveCounter()
     spec = model_spec(cfg.model, device_type=device.device_type())
-    spec = _after_parallelize(spec, lambda model: _apply_mechanisms(model, cfg, counter))
-    with initialise_by_position(cfg.training.seed):
-        trainer = EuropaTrainer(trainer_config(cfg, spec, run_dir), cfg.model)
+    spec = after_parallelize(spec, lambda model: _apply_mechanisms(model, cfg, counter))
+    trainer = EuropaTrainer(trainer_config(cfg, spec, run_dir), cfg.model)
     return trainer, counter
 
 
@@ -47,7 +45,8 @@ def _apply_mechanisms(model: torch.nn.Module, cfg: schema.Config, counter: Colle
     counter.install(model)
 
 
-def _after_parallelize(spec: ModelSpec, hook: Callable[[torch.nn.Module], None]) -> ModelSpec:
+def after_parallelize(spec: ModelSpec, hook: Callable[[torch.nn.Module], None]) -> ModelSpec:
+    """A model spec whose parallelised model is handed to ``hook``, before its parameters get memory."""
     parallelize = spec.parallelize_fn
 
     def parallelize_then_hook(model: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
