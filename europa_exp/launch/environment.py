@@ -1,0 +1,114 @@
+"""The environment of a rank: what it gets, what it must not inherit, and when each part has to be in place.
+
+Three moments matter:
+
+- before torch is imported: threads, allocators, ``cluster.env`` (libraries read them when they load);
+- before the first process group: ``RANK`` and its kin;
+- before the first communicator: ``NCCL_*``, which NCCL reads then.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from europa_exp.comm import nccl
+from europa_exp.config.schema import Config
+
+HOME_VARIABLE = "EUROPA_VISIBLE_DEVICES"
+"""Carries the caller's CUDA_VISIBLE_DEVICES past submitit, which sets that variable itself."""
+
+# Left by another launcher, or by a shell inside an allocation: they describe other ranks than ours.
+_FOREIGN = re.compile(
+    r"(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_\w+|NODE_RANK|MASTER_ADDR|MASTER_PORT"
+    r"|OMP_NUM_THREADS|(TORCHELASTIC|PET|SLURM|SBATCH|SRUN|PMI|PMIX|OMPI|HYDRA|SUBMITIT)_\w+|EUROPA_VISIBLE_DEVICES)"
+)
+# They can change a result or a speed, so they belong into the configuration, where the record sees them.
+_UNRECORDED = re.compile(r"(NCCL|GLOO|MIMALLOC|TORCH_NCCL)_\w+|PYTORCH_(CUDA_|HIP_|)ALLOC_CONF")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank sits.
+
+    ``local_rank`` counts within its (logical) node of ``local_world_size`` ranks; ``devices`` are the accelerators that
+    this node may use, empty on CPU.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: int
+    master_addr: str
+    master_port: int
+    devices: tuple[str, ...] = ()
+
+
+def place(cfg: Config, rank: int, *, master_addr: str, master_port: int, devices: list[str]) -> Place:
+    """The place of a rank on one machine, whose accelerators are dealt out to the logical nodes in order."""
+    per_node = cfg.parallelism.gpus_per_node
+    node = rank // per_node
+    mine = tuple(devices[node * per_node : (node + 1) * per_node])
+    world = cfg.parallelism.nodes * per_node
+    return Place(rank, world, rank % per_node, per_node, node, master_addr, master_port, mine)
+
+
+def accelerators(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Names of the NVIDIA devices that this process may use, as CUDA_VISIBLE_DEVICES lists them; found without torch."""
+    environ = os.environ if environ is None else environ
+    present = sorted(
+        (m.group(1) for p in Path("/dev").glob("nvidia*") if (m := re.fullmatch(r"nvidia(\d+)", p.name))),
+        key=int,
+    )
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not present:
+        return present
+    chosen: list[str] = []
+    for name in (entry.strip() for entry in visible.split(",")):
+        if not name or name.startswith("-"):
+            break  # CUDA stops at the first invalid entry
+        chosen.append(name)
+    return chosen
+
+
+def inherited(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """What a rank takes over from the caller's environment, and the names of settings that were left out and matter."""
+    kept: dict[str, str] = {}
+    left_out: list[str] = []
+    for name, value in environ.items():
+        if _UNRECORDED.fullmatch(name):
+            left_out.append(name)
+        elif not _FOREIGN.fullmatch(name):
+            kept[name] = value
+    return kept, sorted(left_out)
+
+
+def at_import(cfg: Config) -> dict[str, str]:
+    """Variables that must be in place before torch is imported. Processes that share an import share all of these."""
+    variables = {"OMP_NUM_THREADS": str(cfg.cluster.threads_per_rank)}
+    if cfg.cluster.executor.name == "local":
+        # One machine, perhaps without a network or with a host name that does not resolve.
+        variables["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    return variables | {name: str(value) for name, value in cfg.cluster.env.items()}
+
+
+def of_rank(cfg: Config, where: Place) -> dict[str, str]:
+    """Everything that the worker sets in a rank, import-time variables included."""
+    variables = at_import(cfg) | nccl.environment(cfg.nccl)
+    variables |= {
+        "RANK": str(where.rank),
+        "LOCAL_RANK": str(where.local_rank),
+        "WORLD_SIZE": str(where.world_size),
+        "LOCAL_WORLD_SIZE": str(where.local_world_size),
+        "GROUP_RANK": str(where.node),
+        "MASTER_ADDR": where.master_addr,
+        "MASTER_PORT": str(where.master_port),
+    }
+    if where.devices:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(where.devices)
+    return variables
