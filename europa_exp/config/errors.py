@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _repr = reprlib.Repr()
-_repr.maxstring = 80
+_repr.maxstring = 200
 _repr.maxother = 80
 _repr.maxlong = 40
 _repr.maxdict = _repr.maxlist = 6
@@ -31,7 +31,9 @@ class Problem:
     """What to type instead."""
 
     def __str__(self) -> str:
-        text = f"{self.field}={show(self.value)}: {self.rule.rstrip('. ')}. {self.way_out.rstrip('. ')}."
+        way_out = self.way_out.rstrip(". ")
+        end = "" if way_out.endswith("?") else "."
+        text = f"{self.field}={show(self.value)}: {self.rule.rstrip('. ')}. {way_out}{end}"
         return " ".join(text.split())
 
 

@@ -17,7 +17,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from europa_exp.config.errors import ConfigError, Problem
-from europa_exp.config.io import convert, hints, plain
+from europa_exp.config.io import Invalid, convert, hints, plain
 from europa_exp.config.schema import IDENTITY_EXCLUDES, NEVER_OFF
 
 MAX_NAME = 100
@@ -104,12 +104,10 @@ def _canonical(cfg: Any, prefix: str) -> dict[str, Any]:
 
 def _stable(value: Any, hint: Any, dotted: str) -> Any:
     """One value in the only form in which it enters the hash: by the type of its field, -0.0 as 0.0, enums by name."""
-    data = plain(value)
     try:
-        data = plain(convert(data, hint))
-    except Exception as e:
-        rule, way_out = getattr(e, "rule", str(e)), getattr(e, "way_out", "Give a value of that type")
-        raise ConfigError([("", Problem(dotted, value, rule, way_out))]) from e
+        data = plain(convert(plain(value), hint))
+    except Invalid as e:
+        raise ConfigError([("", Problem(dotted, value, e.rule, e.way_out))]) from e
     if isinstance(data, float):
         if not math.isfinite(data):
             raise ConfigError(

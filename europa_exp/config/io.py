@@ -67,6 +67,15 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # Only double quotes bring every line break of Unicode back as it was.
+    style = None if text.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
 class _Loader(yaml.SafeLoader):
     """Refuses duplicate keys, anchors and aliases; knows the numbers that `_Dumper` knows."""
 

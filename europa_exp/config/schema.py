@@ -347,7 +347,7 @@ class Training:
     """Steps between two checkpoints under the run folder; 0 keeps none."""
 
     checkpoint_keep: int = knob(0, within="[0, inf)")
-    """Newest checkpoints that are kept; 0 keeps all."""
+    """Newest checkpoints that are kept, at least 2 (the newest may still be being written); 0 keeps all."""
 
     initial_checkpoint: str | None = knob(None)
     """Folder of a checkpoint to start from. One that is not in this runs folder loads only with trust=true (it holds pickles)."""

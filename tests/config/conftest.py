@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
-from europa_exp.config import register
 from europa_exp.config.schema import Config
+from europa_exp.launch.compose import composer, resolve
 
 CONF = Path(__file__).parents[2] / "conf"
 
 
 @pytest.fixture(scope="session")
-def make():
-    """make("comm=fp8", ...) -> Config, composed from conf/ with these overrides."""
-    register()
-    cache: dict[tuple[str, ...], str] = {}
+def make() -> Callable[..., Config]:
+    """make("comm=fp8", ...) -> a new Config, composed from conf/ with these overrides and not yet checked."""
+    made: dict[tuple[str, ...], Config] = {}
+    with composer(CONF) as hydra:
+        pass  # the composer outlives Hydra's global state, which other tests want for themselves
 
     def composed(*overrides: str) -> Config:
-        if overrides not in cache:
-            with initialize_config_dir(str(CONF), version_base="1.3"):
-                cache[overrides] = OmegaConf.to_yaml(compose("config", overrides=list(overrides)))
-        return OmegaConf.to_object(
-            OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(cache[overrides]))
-        )
+        if overrides not in made:
+            made[overrides] = resolve(hydra.compose(overrides).cfg)
+        return copy.deepcopy(made[overrides])
 
     return composed

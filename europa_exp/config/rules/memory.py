@@ -84,63 +84,58 @@ def machine_bytes() -> int | None:
 )
 def memory(cfg: Config) -> Iterator[Problem]:
     """State, layer inputs and one layer's experts fit where they are kept."""
-    device, host = split(cfg)
-    device_gib, host_gib = cfg.cluster.device_memory_gib, cfg.cluster.host_memory_gib
-    if device_gib is not None and device.total > device_gib * GIB:
-        yield Problem(
-            "cluster.device_memory_gib",
-            device_gib,
-            f"a rank needs at least {gib(device.total)} on its device ({device})",
-            _way_out(cfg, device, offload=not cfg.offload.fsdp_cpu),
-        )
-    elsewhere = device_gib is not None
-    on_host = host.total if elsewhere else need(cfg).total
-    if (
-        host_gib is not None
-        and (elsewhere or cfg.cluster.executor is Executor.local)
-        and on_host > host_gib * GIB
-    ):
-        yield Problem(
-            "cluster.host_memory_gib",
-            host_gib,
-            f"a rank needs at least {gib(on_host)} on its host ({host if elsewhere else need(cfg)})",
-            _way_out(cfg, host if elsewhere else need(cfg), device_known=elsewhere),
-        )
-    if host_gib is None and cfg.cluster.executor is Executor.local:
-        ranks = cfg.parallelism.nodes * cfg.parallelism.gpus_per_node
-        have = machine_bytes()
-        if have is not None and ranks * on_host > have:
+    cluster, local = cfg.cluster, cfg.cluster.executor is Executor.local
+    on_device, on_host = split(cfg)
+    if cluster.device_memory_gib is not None:
+        if on_device.total > cluster.device_memory_gib * GIB:
             yield Problem(
-                "model.flavor",
-                cfg.model.flavor,
-                f"its {ranks} ranks need at least {gib(ranks * on_host)} of memory, {gib(on_host)} each "
-                f"({host if elsewhere else need(cfg)}), and this machine has {gib(have)}",
-                _way_out(cfg, host if elsewhere else need(cfg), device_known=elsewhere, small=True),
+                "cluster.device_memory_gib",
+                cluster.device_memory_gib,
+                f"a rank needs at least {gib(on_device.total)} on its device ({on_device})",
+                _way_out(cfg, on_device, "correct cluster.device_memory_gib"),
             )
+    elif local:
+        on_host = need(
+            cfg
+        )  # nothing is known of an accelerator, so all of it lies in the memory of this machine
+    if cluster.host_memory_gib is not None:
+        if on_host.total > cluster.host_memory_gib * GIB:
+            yield Problem(
+                "cluster.host_memory_gib",
+                cluster.host_memory_gib,
+                f"a rank needs at least {gib(on_host.total)} on its host ({on_host})",
+                _way_out(cfg, on_host, "correct cluster.host_memory_gib"),
+            )
+        return
+    ranks, have = cfg.parallelism.nodes * cfg.parallelism.gpus_per_node, machine_bytes()
+    if local and have is not None and ranks * on_host.total > have:
+        yield Problem(
+            "model.flavor",
+            cfg.model.flavor,
+            f"its {ranks} ranks need at least {gib(ranks * on_host.total)} of memory, {gib(on_host.total)} each "
+            f"({on_host}), and this machine has {gib(have)}",
+            _way_out(
+                cfg, on_host, "give cluster.device_memory_gib if the ranks have accelerators", local=True
+            ),
+        )
 
 
-def _way_out(
-    cfg: Config, n: Need, *, offload: bool = False, device_known: bool = True, small: bool = False
-) -> str:
-    ways = []
-    if small:
-        ways.append("take model=debug")
+def _way_out(cfg: Config, n: Need, last: str, *, local: bool = False) -> str:
+    """What makes the largest part smaller."""
     if n.state >= max(n.activations, n.gathered):
-        ways.append("shard over more ranks (parallelism.data_parallel_shard_degree)")
-        if offload:
+        # On one machine the sum over the ranks stays the same however many there are.
+        ways = [] if local else ["shard over more ranks (parallelism.data_parallel_shard_degree)"]
+        if not local and cfg.cluster.device_memory_gib is not None and not cfg.offload.fsdp_cpu:
             ways.append("keep the state on the host (offload.fsdp_cpu=true)")
     elif n.activations >= n.gathered:
-        ways.append(
-            f"shorten training.seq_len={cfg.training.seq_len} or "
-            f"training.local_batch_size={cfg.training.local_batch_size}"
-        )
+        ways = [
+            f"shorten training.seq_len={cfg.training.seq_len} "
+            f"or training.local_batch_size={cfg.training.local_batch_size}"
+        ]
     else:
-        ways.append(f"raise parallelism.expert_parallel_degree={cfg.parallelism.expert_parallel_degree}")
-    if not device_known:
-        ways.append("tell cluster.device_memory_gib if the ranks run on accelerators")
-    if not small:
-        ways.append("correct the cluster's number")
-    text = ", or ".join(ways)
+        ways = [f"raise parallelism.expert_parallel_degree={cfg.parallelism.expert_parallel_degree}"]
+    small = ["take a smaller model (model=debug)"] if local else []
+    text = ", or ".join([*small, *ways, last])
     return text[0].upper() + text[1:]
 
 

@@ -113,9 +113,7 @@ def _texts(dotted: str, value: Any) -> Iterator[tuple[str, str]]:
 
 def _check_text(dotted: str, text: str) -> Iterator[Problem]:
     allowed = "\n\t" if dotted == "tracking.notes" else ""
-    odd = sorted(
-        {c for c in text if (not c.isprintable() and not c.isspace()) or c in "\n\r\t\v\f"} - set(allowed)
-    )
+    odd = sorted({c for c in text if not c.isprintable()} - set(allowed))
     if odd:
         names = ", ".join(f"U+{ord(c):04X}" for c in odd[:4])
         yield Problem(dotted, text, f"holds characters that don't print ({names})", "Leave them out")
