@@ -150,12 +150,12 @@ def _inspect(node: Any, cls: type | None, prefix: str, problems: list[Problem]) 
                 Problem(dotted, raw, "there is no such field", near_fields(dotted) or "Leave it out")
             )
             continue
-        if OmegaConf.is_missing(node, key):
+        is_interpolation = OmegaConf.is_interpolation(node, key)
+        if not is_interpolation and OmegaConf.is_missing(node, key):
             problems.append(
                 Problem(dotted, "???", "every run needs a value here", f"Give {dotted}=... or set it in conf/")
             )
             continue
-        is_interpolation = OmegaConf.is_interpolation(node, key)
         try:
             value = node[key]
         except (OmegaConfBaseException, RecursionError) as e:
@@ -213,8 +213,9 @@ def _as_problem(error: BaseException, texts: Sequence[str]) -> Problem:
 
 
 def _first_line(error: BaseException) -> str:
-    """An error's message without the lines that OmegaConf adds about keys and types."""
-    lines = [line.strip() for line in str(error).splitlines()]
+    """An error's message without what OmegaConf and Hydra add about keys, types and folders."""
+    text = str(error).split("Config search path:")[0].split("See https://")[0]
+    lines = [line.strip() for line in text.splitlines()]
     return " ".join(x for x in lines if x and not x.startswith(("full_key:", "reference_type=", "object_type=")))
 
 

@@ -65,7 +65,7 @@ def make_plan(
                 (
                     "",
                     Problem(
-                        GROUP, sweep_file.name, "a sweep file asks for several runs", "Add -m: launch.py -m +sweeps=..."
+                        GROUP, sweep_file.name, "a sweep file asks for several runs", f"Add -m: python launch.py -m +sweeps={sweep_file.name}"
                     ),
                 )
             ]

@@ -66,12 +66,12 @@ def near(name: str, known: Iterable[str], n: int = 3) -> list[str]:
     """Known names that a mistyped one may have meant: near in spelling, or the same last part in another group."""
     known = list(known)
     leaf = name.rsplit(".", 1)[-1]
-    same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == leaf]
-    close = difflib.get_close_matches(name, known, n=n, cutoff=0.7)
-    close_leaf = [
-        k for k in known if difflib.SequenceMatcher(None, k.rsplit(".", 1)[-1], leaf).ratio() >= 0.8
-    ]
-    return list(dict.fromkeys([*same_leaf, *close, *close_leaf]))[:n]
+    if same_leaf := [k for k in known if k.rsplit(".", 1)[-1] == leaf]:
+        return same_leaf[:n]
+    if close := difflib.get_close_matches(name, known, n=2, cutoff=0.8):
+        return close[:n]
+    leaves = {k.rsplit(".", 1)[-1]: k for k in known}
+    return [leaves[x] for x in difflib.get_close_matches(leaf, leaves, n=min(2, n), cutoff=0.75)]
 
 
 def schema_order(key: str) -> tuple[int, str]:

@@ -7,12 +7,16 @@ code 2, with nothing submitted and nothing on disk.
 from __future__ import annotations
 
 import os
+import re
+import secrets
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from europa_exp.config.errors import ConfigError, Problem
+from europa_exp.launch.overrides import key_of, normalize
 
 if TYPE_CHECKING:
     from europa_exp.launch.expand import Plan
@@ -45,14 +49,11 @@ def _through_hydra(root: Path, arguments: list[str]) -> int:
 
     from europa_exp.launch import plugins
     from europa_exp.launch.compose import explained
-    from europa_exp.launch.overrides import normalize
 
     plugins.register(root)
     command = [sys.argv[0], *arguments]
-    plugins.outcome.code = 0
+    plugins.outcome = plugins.Outcome()
     plugins.hand_over = lambda plan: hand_over(plan, command)
-    failed: list[ConfigError] = []
-
     def single(_: object) -> None:
         from hydra.core.global_hydra import GlobalHydra
         from hydra.core.hydra_config import HydraConfig
@@ -60,14 +61,13 @@ def _through_hydra(root: Path, arguments: list[str]) -> int:
         config = HydraConfig.instance().cfg
         loader = GlobalHydra.instance().config_loader()
         assert config is not None
-        try:
-            plan = plugins.plan_call(loader, config, list(config.hydra.overrides.task), multirun=False)
-        except ConfigError as e:
-            failed.append(e)  # raised here, Hydra would print a traceback of its own
-            return
-        plugins.outcome.code = hand_over(plan, command)
+        texts = plugins.plain_list(config.hydra.overrides.task)
+        plugins.outcome.take(
+            lambda: hand_over(plugins.plan_call(loader, config, texts, multirun=False), command)
+        )
 
     flags, overrides = split_flags(arguments)
+    refuse_hydra_settings(overrides)
     multirun = "-m" in flags or "--multirun" in flags
     sys.argv = [sys.argv[0], *flags, *(normalize(o) for o in overrides)]
     before = os.environ.get(_FULL_ERROR)
@@ -78,8 +78,8 @@ def _through_hydra(root: Path, arguments: list[str]) -> int:
             app()
     finally:
         _restore(before)
-    if failed:
-        raise failed[0]
+    if plugins.outcome.error is not None:
+        raise plugins.outcome.error
     return plugins.outcome.code
 
 
@@ -123,6 +123,30 @@ def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return flags, overrides
 
 
+_OURS = ("hydra/launcher", "hydra/sweeper", "hydra.launcher", "hydra.sweeper", "hydra.run", "hydra.sweep")
+_OURS_TOO = ("hydra.output_subdir", "hydra.job.chdir", "hydra/job_logging", "hydra/hydra_logging", "hydra/output")
+
+
+def refuse_hydra_settings(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for settings that would make Hydra write files or pass our sweeper and launcher by."""
+    problems = []
+    for text in overrides:
+        key = key_of(text)
+        if any(key == name or key.startswith(f"{name}.") for name in (*_OURS, *_OURS_TOO)):
+            rule = "is fixed here: Hydra keeps nothing on disk, and runs are submitted by our own launcher"
+            problems.append(("", Problem(key, text, rule, "Leave it out; launch.* and cluster.* say how to run")))
+    if problems:
+        raise ConfigError(problems)
+
+
+def named_sweep(plan: Plan) -> str | None:
+    """The sweep's name for the record: as asked for, or with a time and a random part that keep two calls apart."""
+    if plan.sweep is None or plan.points[0].cfg.launch.sweep_name is not None:
+        return plan.sweep
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "_", plan.sweep)[:60]
+    return f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
 def hand_over(plan: Plan, command: Sequence[str]) -> int:
     """Preview or submit checked points; the end of every call, whether single run, sweep or rerun."""
     for notice in plan.notices:
@@ -136,7 +160,7 @@ def hand_over(plan: Plan, command: Sequence[str]) -> int:
     os.environ.pop(_FULL_ERROR, None)  # ours, not for the ranks
     from europa_exp.launch.submit import submit
 
-    return submit(plan.points, launch, sweep=plan.sweep, command=list(command))
+    return submit(plan.points, launch, sweep=named_sweep(plan), command=list(command))
 
 
 def refuse(field: str, value: object, rule: str, way_out: str) -> ConfigError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -123,8 +124,11 @@ def _problems_of_one(text: str, before: str | None, options: Options, multirun: 
         override = parse(text)
     except Exception:
         return [_grammar(text, key, raw, before)]
-    if override.is_hydra_override() or override.key_or_group == "sweeps":
+    if override.is_hydra_override():
         return []
+    if key == "sweeps":
+        choices = options(key)
+        return [p for p in [_option_problem(f"+{key}", _plain(override._value), choices)] if p and choices]
     if override.is_sweep_override() and not multirun:
         return [_needs_multirun(override)]
     if override.is_delete():
@@ -134,6 +138,8 @@ def _problems_of_one(text: str, before: str | None, options: Options, multirun: 
     except Exception:  # glob() needs the config loader; its result holds existing options only
         return []
     found = [_value_problem(override, _plain(v), options) for v in values]
+    if raw is not None and not override.is_sweep_override():  # show what was typed: 1e3, not 1000.0
+        found = [p and replace(p, value=raw) if isinstance(p and p.value, float) else p for p in found]
     return [p for p in found if p is not None]
 
 

@@ -6,6 +6,7 @@ writes anything of Hydra's own.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import types
@@ -20,7 +21,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.plugins.sweeper import Sweeper
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from europa_exp.config import register as register_schema
 from europa_exp.launch import sweep_file
@@ -41,6 +42,16 @@ class Outcome:
     """What became of a call, for the process's exit code."""
 
     code: int = 0
+    error: Exception | None = None
+    """Kept for `launch.main` to raise: inside a job Hydra would print it in its own way."""
+
+    def take(self, work: Callable[[], int]) -> int:
+        """Do the work and keep what became of it."""
+        try:
+            self.code = work()
+        except Exception as e:
+            self.error, self.code = e, 1
+        return self.code
 
 
 outcome = Outcome()
@@ -59,7 +70,7 @@ class EuropaLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self._loader = hydra_context.config_loader
-        self._composer = Composer(self._loader, list(config.hydra.overrides.hydra))
+        self._composer = Composer(self._loader, plain_list(config.hydra.overrides.hydra))
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """For other sweepers: compose and check these points, then submit them all."""
@@ -78,8 +89,7 @@ class EuropaLauncher(Launcher):
     def submit(self, plan: Plan) -> int:
         """Submit checked points and return the exit code."""
         assert hand_over is not None
-        outcome.code = hand_over(plan)
-        return outcome.code
+        return outcome.take(functools.partial(hand_over, plan))
 
 
 class EuropaSweeper(Sweeper):
@@ -108,7 +118,7 @@ class EuropaSweeper(Sweeper):
 
 def plan_call(loader: Any, config: DictConfig, arguments: Sequence[str], *, multirun: bool) -> Plan:
     """The checked points of a call that Hydra has composed once. Raises ConfigError."""
-    composer = Composer(loader, list(config.hydra.overrides.hydra))
+    composer = Composer(loader, plain_list(config.hydra.overrides.hydra))
     return make_plan(
         composer,
         arguments,
@@ -117,6 +127,13 @@ def plan_call(loader: Any, config: DictConfig, arguments: Sequence[str], *, mult
         base=composer.default(),
         loader=loader,
     )
+
+
+def plain_list(node: Any) -> list[str]:
+    """Overrides as Hydra keeps them, their ``${...}`` unresolved."""
+    texts = OmegaConf.to_container(node, resolve=False)
+    assert isinstance(texts, list)
+    return [str(text) for text in texts]
 
 
 # ----------------------------------------------------------------------------------------------------------- registering

@@ -67,8 +67,13 @@ def _value(point: Point, dotted: str) -> Any:
     return value
 
 
-def _words(fields: dict[str, Any]) -> str:
-    return " ".join(f"{k}={v if isinstance(v, str) else shown(v)}" for k, v in fields.items())
+def _words(fields: dict[str, Any], most: int = 12) -> str:
+    """Fields as they would be typed; a model's name stands for its fields."""
+    if "model.flavor" in fields:
+        fields = {k: v for k, v in fields.items() if k == "model.flavor" or not k.startswith("model.")}
+    words = [f"{k}={v if isinstance(v, str) else shown(v)}" for k, v in fields.items()]
+    rest = len(words) - most
+    return " ".join(words[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _plain(rows: list[tuple[str, ...]], stream: TextIO) -> None:
