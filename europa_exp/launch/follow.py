@@ -250,6 +250,8 @@ def last_row(path: Path, size: int = 16384) -> dict[str, Any] | None:
 
 def _details(row: Row) -> str:
     parts = []
+    if row.step is None and row.state == "running":
+        parts.append("no step logged yet")
     if row.step is not None:
         parts.append(f"step {row.progress()}")
     if row.loss is not None:

@@ -383,6 +383,7 @@ def _report(rows: Sequence[Row], sweep: str | None, seconds: float, *, interrupt
 
 
 def _print_comparison(runs_dir: Path, sweep: str) -> None:
+    print(flush=True)
     try:
         from europa_exp.runs.compare import print_sweep
 

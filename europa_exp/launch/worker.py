@@ -137,7 +137,10 @@ def _exit_code(error: SystemExit) -> int:
 def _record(run: RunFolder, rank: int, error: BaseException) -> None:
     """Leave the traceback in the log and, for the launcher, as a file. A full disk takes neither from the other."""
     when = now()
-    text = "".join(traceback.format_exception(error))
+    begin = error.__traceback__
+    while begin is not None and begin.tb_frame.f_code.co_filename == __file__:
+        begin = begin.tb_next  # our own frames explain nothing
+    text = "".join(traceback.format_exception(type(error), error, begin or error.__traceback__))
     _complain(text)
     record = {
         "rank": rank,
