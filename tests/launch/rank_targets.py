@@ -148,3 +148,7 @@ def wait_for_go(cfg, run, runtime) -> None:
 def sleep_if_first(cfg, run, runtime) -> None:
     if cfg.training.seed == 13:
         sleep_for_ever(cfg, run, runtime)
+
+
+def record_parent(cfg, run, runtime) -> None:
+    (run.path / "parent").write_text(str(os.getppid()))
