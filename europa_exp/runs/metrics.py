@@ -7,6 +7,7 @@ in the file and floats again after reading: other tools can read every line.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -17,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from europa_exp.runs.status import now
+from europa_exp.runs.status import STATUS_FILE, now, write_status
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -41,6 +42,7 @@ class MetricsWriter:
         """Lines that could not be written."""
         self._handle: int | None = None
         self._torn = False
+        self._noted = False
         try:
             self._open()
         except OSError as error:
@@ -65,7 +67,10 @@ class MetricsWriter:
         return True
 
     def close(self) -> None:
-        """Bring the lines to the disk and close the file; a second call does nothing."""
+        """Bring the lines to the disk and close the file; lines that are missing are noted in ``status.json``.
+
+        A second call does nothing.
+        """
         if self._handle is not None:
             handle, self._handle = self._handle, None
             try:
@@ -74,6 +79,11 @@ class MetricsWriter:
                 self._trouble(error)
             finally:
                 os.close(handle)
+        if self.problem is not None and not self._noted and (self.path.parent / STATUS_FILE).exists():
+            with contextlib.suppress(OSError):
+                note = {"incomplete": True, "lost_lines": self.lost, "problem": self.problem}
+                write_status(self.path.parent, None, metrics=note)
+                self._noted = True
 
     def __enter__(self) -> MetricsWriter:
         return self

@@ -15,6 +15,7 @@ import re
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,11 +37,19 @@ CONFIG_KEY = "provenance"
 INIT_TIMEOUT_S = 20.0
 FINISH_TIMEOUT_S = 30.0
 """For W&B's uploads at the end."""
-WAIT_S = 60.0
+WAIT_S = {"online": 60.0, "offline": 30.0}
 """The longest that ``finish`` waits for everything: a start that is still going on, uploads, the end of W&B's process."""
 
 _MAX_WAITING = 100_000
-_INHERITED = ("WANDB_SERVICE", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SWEEP_ID", "WANDB_NAME", "WANDB_NOTES", "WANDB_TAGS")
+_INHERITED = (
+    "WANDB_SERVICE",
+    "WANDB_RUN_ID",
+    "WANDB_RESUME",
+    "WANDB_SWEEP_ID",
+    "WANDB_NAME",
+    "WANDB_NOTES",
+    "WANDB_TAGS",
+)
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +80,8 @@ class Tracker:
         if self._silent or self._ended:
             return
         try:
-            self._waiting.put_nowait((numbers(metrics), int(step)))
+            # W&B would take the time at which the thread hands the step over, which is late while the client starts.
+            self._waiting.put_nowait(({"_timestamp": time.time(), **numbers(metrics)}, int(step)))
         except queue.Full:
             self._note("W&B took no metrics for too long, so some are missing there")
 
@@ -84,9 +94,12 @@ class Tracker:
         if thread is not None:
             with contextlib.suppress(queue.Full):
                 self._waiting.put(_Finish(exit_code), timeout=1.0)
-            thread.join(WAIT_S)
+            patience = WAIT_S[self.record["wanted"]]
+            thread.join(patience)
             if thread.is_alive():
-                self._note(f"W&B did not finish within {WAIT_S:.0f} s and was stopped; `wandb sync` uploads what it wrote")
+                self._note(
+                    f"W&B did not finish within {patience:.0f} s and was stopped; `wandb sync` uploads what it wrote"
+                )
                 # Its exit hook would wait for a process that hangs.
                 _kill_service()
         self._write_record()
@@ -179,13 +192,20 @@ class _Client:
         self._run.log({STEP_KEY: step, **metrics})
 
     def close(self, exit_code: int) -> None:
-        self._run.finish(exit_code)
-        # The client's process ends with this; left to an exit hook it would outlive a rank that ends without one.
-        _teardown()
+        try:
+            self._run.finish(exit_code)
+        finally:
+            # The client's process ends with this; left to an exit hook it would outlive a rank that ends without one.
+            _teardown()
 
     def _save_files(self, run: RunFolder) -> None:
         # Copies, not links into the run folder: what W&B uploads must not follow later changes.
-        names = {CONFIG_FILE: FROZEN_FILE, OVERRIDES_FILE: OVERRIDES_FILE, PROVENANCE_FILE: PROVENANCE_FILE, DIFF_FILE: DIFF_FILE}
+        names = {
+            CONFIG_FILE: FROZEN_FILE,
+            OVERRIDES_FILE: OVERRIDES_FILE,
+            PROVENANCE_FILE: PROVENANCE_FILE,
+            DIFF_FILE: DIFF_FILE,
+        }
         for source, name in names.items():
             try:
                 text = (run.path / source).read_bytes().decode("utf-8", "surrogateescape")
@@ -250,7 +270,7 @@ def _settings(run: RunFolder, mode: str, origin: Mapping[str, Any]) -> Any:
     code = origin.get("code")
     commit = code.get("commit") if isinstance(code, dict) else None
     return wandb.Settings(
-        mode=mode,
+        mode="online" if mode == "online" else "offline",
         root_dir=str(run.path),
         init_timeout=INIT_TIMEOUT_S,
         finish_timeout=FINISH_TIMEOUT_S,
