@@ -437,7 +437,7 @@ class Launch:
     preview: bool = knob(False)
     """Print the points (name, hash, what differs, ranks) and submit nothing."""
 
-    repeat: int = knob(1, within="[1, inf)")
+    repeat: int = knob(1, within="[1, 1000]")
     """Runs of each identity, for error bars."""
 
     force: bool = knob(False)

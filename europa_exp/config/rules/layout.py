@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-from europa_exp.config import counts
 from europa_exp.config.errors import Problem
 from europa_exp.config.rules import reads
 from europa_exp.config.schema import Config
@@ -48,7 +47,7 @@ def top_k(cfg: Config) -> Iterator[Problem]:
 def long_rope(cfg: Config) -> Iterator[Problem]:
     """Long caches belong to RoPE layers."""
     m = cfg.model
-    n_rope, n_long = len(counts.rope_layers(m)), m.n_long_rope_layers
+    n_rope, n_long = m.n_layers // m.rope_every, m.n_long_rope_layers
     if n_long > n_rope:
         yield Problem(
             "model.n_long_rope_layers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import re
 import typing
@@ -78,7 +79,9 @@ def _check_field(f: Field[Any], dotted: str, value: Any, hint: Any) -> Iterator[
     except Invalid as e:
         yield Problem(dotted, value, e.rule, e.way_out)
         return
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(hint, enum.EnumMeta) and not isinstance(value, hint):
+        yield Problem(dotted, value, "is text where the enum is meant", f"Take {hint.__name__}.{value}")
+    elif isinstance(value, float) and not math.isfinite(value):
         yield Problem(dotted, value, "must be a finite number", f"Give {dotted}=<number>")
     elif isinstance(value, int) and not isinstance(value, bool) and not -_INT_LIMIT <= value < _INT_LIMIT:
         yield Problem(dotted, value, "must fit in 64 bits", f"Give {dotted}=<less than 2^63>")
