@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,28 +32,11 @@ class Layout(NamedTuple):
 
 
 def trainer_of(overrides: list[str]) -> Any:
-    """torchtitan's trainer of this rank, with the model initialised."""
-    from torchtitan.trainer import Trainer
+    """The trainer of this rank, with the model initialised and no data read yet."""
+    from europa_exp.training.assemble import build_trainer
 
-    from europa_exp.cpu import device
-    from europa_exp.model import model_spec
-
-    device.enable()
-    # TEMP-BEGIN
-    import importlib.util
-    import sys
-    import types
-
-    if importlib.util.find_spec("europa_exp.comm.accounting") is None:
-        m = types.ModuleType("europa_exp.training")
-        m.__path__ = ["/work/main/europa_exp/training"]
-        sys.modules["europa_exp.training"] = m
-    from europa_exp.training.trainer_config import trainer_config
-
-    # TEMP-END
-    cfg = composed(*overrides)
-    spec = model_spec(cfg.model, device_type="cpu")
-    return Trainer(trainer_config(cfg, spec, "."))
+    trainer, _ = build_trainer(composed(*overrides), Path())
+    return trainer
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -61,7 +45,8 @@ def digest(tensor: torch.Tensor) -> str:
 
 def held_state(layout: Layout, overrides: list[str]) -> dict[str, Any]:
     """Full tensors, local shards and logits of a fixed batch on this rank, as digests where equality is all that counts."""
-    model = trainer_of([*layout.overrides(), *overrides]).model_parts[0]
+    trainer = trainer_of([*layout.overrides(), *overrides])
+    model = trainer.model_parts[0]
     local, full, coordinate = {}, {}, {}
     for name, param in model.named_parameters():
         mesh = dict(zip(param.device_mesh.mesh_dim_names or (), param.device_mesh.get_coordinate() or ()))
@@ -72,7 +57,7 @@ def held_state(layout: Layout, overrides: list[str]) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 256, (1, 64), generator=generator)
     positions = torch.cat([torch.arange(24), torch.arange(40)])[None]
-    with torch.no_grad():
+    with torch.no_grad(), trainer.train_context():
         logits = model(tokens, positions=positions, attention_masks=model.get_attention_masks(positions))
     return {
         "local": local,
