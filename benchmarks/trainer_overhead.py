@@ -28,19 +28,20 @@ def step_times(kind: str, frozen: str) -> list[float]:
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.trainer import Trainer
 
+    from europa_exp.comm.accounting import step_metrics
     from europa_exp.config import io
     from europa_exp.cpu import device
     from europa_exp.model import model_spec
-    from europa_exp.training.assemble import _after_parallelize, build_trainer
+    from europa_exp.training.assemble import after_parallelize, build_trainer
     from europa_exp.training.trainer_config import trainer_config
 
     cfg = io.from_yaml(frozen)
     with tempfile.TemporaryDirectory() as folder:
         if kind == "europa":
             trainer, counter = build_trainer(cfg, Path(folder))
-            trainer.metrics_processor.attach([], counter.take)
+            trainer.metrics_processor.attach([], lambda: step_metrics(counter.take()))
         else:
-            spec = _after_parallelize(
+            spec = after_parallelize(
                 model_spec(cfg.model, device_type=device.device_type()), device.prepare_model
             )
             config = trainer_config(cfg, spec, Path(folder))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -90,6 +91,13 @@ def enable() -> bool:
 
     utils.device_type, utils.device_module = "cpu", CpuDeviceModule()
     utils.get_local_device = lambda: torch.device("cpu")
+    # Upstream asks lspci and then takes an A100's peak. A CPU has no agreed peak, and its MFU is not reported.
+    utils.get_peak_flops = lambda device_name: float("inf")
+    # The router asks for an fp32 gate through autocast, which PyTorch does not offer on CPU; the model brings a gate that
+    # computes in fp32 by itself there (europa_exp.cpu.linear).
+    warnings.filterwarnings("ignore", message="CPU Autocast only supports dtypes")
+    # DTensor's generator does not know CPU meshes; parameters are drawn by their place in the tensor instead.
+    warnings.filterwarnings("ignore", message="DTensor .* may not have complete support")
 
     import torchtitan.distributed.fsdp as titan_fsdp
     import torchtitan.distributed.utils as titan_distributed

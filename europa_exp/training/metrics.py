@@ -20,8 +20,8 @@ from europa_exp.cpu import device
 
 GIB = 1024**3
 
-Sink = Callable[[int, dict[str, float]], None]
-"""Takes (step, metrics) on rank 0."""
+Sink = Callable[[dict[str, float], int], object]
+"""Takes (metrics, step) on rank 0."""
 
 
 class RunMetrics(MetricsProcessor):
@@ -47,9 +47,8 @@ class RunMetrics(MetricsProcessor):
         """Say where metrics go.
 
         Args:
-            sinks: called on rank 0 with (step, metrics).
-            take_collectives: bytes that this rank handed to collectives since the last call, by metric name without
-                the unit, for example ``{"comm/all_gather": 1024.0}``.
+            sinks: called on rank 0 with (metrics, step).
+            take_collectives: what this rank handed to collectives since the last call, by metric name (``comm/...``).
         """
         self._sinks = list(sinks)
         self._take_collectives = take_collectives
@@ -83,7 +82,7 @@ class RunMetrics(MetricsProcessor):
             "tokens": float(self.ntokens_since_last_log),
             "flops": self._flops,
             "host": _peak_host_memory() / GIB,
-            **{name: value / GIB for name, value in self._take_collectives().items()},
+            **self._take_collectives(),
             **self._device_memory(),
         }
         ranks = _gather(local)
@@ -100,9 +99,9 @@ class RunMetrics(MetricsProcessor):
             extra = dict(extra_metrics or {})
             if "n_tokens_seen" in extra:
                 metrics["tokens_seen"] = extra.pop("n_tokens_seen")
-            metrics.update({f"optimizer/{name.removeprefix('lr/')}": value for name, value in extra.items()})
+            metrics.update(extra)
             for sink in self._sinks:
-                sink(step, metrics)
+                sink(metrics, step)
             logger.info(
                 f"step {step}  loss {global_avg_loss:.5f}  grad_norm {grad_norm:.4f}  "
                 f"{metrics['throughput/tokens_per_second_per_gpu']:,.0f} tokens/s per GPU  {metrics['time/step_s']:.3f} s"
@@ -128,7 +127,7 @@ class RunMetrics(MetricsProcessor):
         }
         for name in ranks:
             if name.startswith("comm/"):
-                metrics[f"{name}_gib"] = max(ranks[name]) / steps
+                metrics[name] = max(ranks[name]) / steps
         if device.device_type() != "cpu" and not self.has_quantization:
             metrics["throughput/mfu"] = flops_per_second / self.gpu_peak_flops
         if "active" in ranks:
@@ -161,9 +160,9 @@ def _gather(local: dict[str, float]) -> dict[str, list[float]]:
     """Values of every rank, by name; all ranks have the same names."""
     names = sorted(local)
     mine = torch.tensor([local[name] for name in names], dtype=torch.float64, device=device.device_type())
-    everyone = mine.new_empty((dist.get_world_size(), len(names)))
-    dist.all_gather_into_tensor(everyone, mine)
-    return dict(zip(names, everyone.T.tolist(), strict=True))
+    everyone = mine.new_empty(dist.get_world_size() * len(names))
+    dist.all_gather_single(everyone, mine)
+    return dict(zip(names, everyone.view(-1, len(names)).T.tolist(), strict=True))
 
 
 def _peak_host_memory() -> int:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.tools.logging import init_logger, logger
 
+from europa_exp.comm.accounting import step_metrics
 from europa_exp.config import schema
 from europa_exp.cpu import device
 from europa_exp.runs.folder import RunFolder
@@ -43,8 +44,8 @@ def train(cfg: schema.Config, run: RunFolder, runtime: dict[str, Any]) -> None:
         sinks: list[Sink] = []
         if tracker is not None:
             writer = MetricsWriter(run.path / "metrics.jsonl")
-            sinks = [writer.write, lambda step, metrics: tracker.log(metrics, step)]
-        trainer.metrics_processor.attach(sinks, counter.take)
+            sinks = [writer.write, tracker.log]
+        trainer.metrics_processor.attach(sinks, lambda: step_metrics(counter.take()))
         trainer.train()
         exit_code = 0
     finally:

@@ -11,7 +11,7 @@ import torchtitan.trainer
 from torchtitan.trainer import Trainer
 
 from europa_exp.config import counts, schema
-from europa_exp.data import segment_lengths
+from europa_exp.data.packing import segment_lengths
 from europa_exp.training.metrics import RunMetrics
 
 

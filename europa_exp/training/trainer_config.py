@@ -23,7 +23,7 @@ from torchtitan.trainer import Trainer
 
 from europa_exp.config import schema
 from europa_exp.cpu import device
-from europa_exp.data import dataloader_config, tokenizer_config
+from europa_exp.data.loader import dataloader_config, tokenizer_config
 from europa_exp.training.metrics import RunMetrics
 
 
@@ -101,7 +101,7 @@ def _optimizer(optimizer: schema.Optimizer) -> OptimizersContainer.Config:
 
 def _checkpoint(training: schema.Training) -> CheckpointManager.Config:
     if training.checkpoint_every == 0 and training.initial_checkpoint is None:
-        return CheckpointManager.Config(enable=False)
+        return CheckpointManager.Config(enable=False, initial_load_model_only=False)
     initial = (
         None if training.initial_checkpoint is None else str(Path(training.initial_checkpoint).absolute())
     )
