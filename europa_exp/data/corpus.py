@@ -99,7 +99,7 @@ class TextFolder(Documents):
         Raises:
             DataError: no such folder, a file or folder that can't be read, or no text in it.
         """
-        self._path, self._root = path, Path(path).expanduser()
+        self._path, self._root = path, Path(path)
         if not self._root.exists():
             raise self._error("no such folder", "give a folder of text files or leave data.path out")
         if not self._root.is_dir():

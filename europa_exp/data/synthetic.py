@@ -43,7 +43,7 @@ class SyntheticRows:
             return Row(inputs, labels, places)
         # Below 2^64 / mean with probability 1 / mean; a mean of 1 would need 2^64, which a word can't hold.
         begins = draws.words(f"documents {label}", seq_len) <= np.uint64((2**64 - 1) // self._mean)
-        begins[0] = True
+        # Whether the first token begins a document does not matter: a row begins a segment anyway.
         starts = np.maximum.accumulate(np.where(begins, places, 0))
         # As in packed text, a document's last label is a token of its own, not the first input of the next document.
         lasts = np.flatnonzero(begins[1:])

@@ -11,6 +11,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
+from europa_exp.config.rules.names import BYTE_VOCABULARY
 from europa_exp.config.schema import Data, DataSource
 from europa_exp.data.corpus import DataError
 from europa_exp.data.fingerprint import fingerprint
@@ -22,6 +23,7 @@ from europa_exp.data.loader import (
 )
 from europa_exp.data.packing import segment_lengths
 from europa_exp.data.tokenizer import ByteTokenizer
+from europa_exp.data.vocabulary import VOCAB_SIZE
 
 SAMPLE = Data(source=DataSource.sample, shuffle_seed=0)
 SYNTHETIC = Data(source=DataSource.synthetic, shuffle_seed=0, mean_document_length=9)
@@ -213,6 +215,10 @@ def test_impossible_configs_are_refused():
         dataloader_config(SAMPLE, 256)
     with pytest.raises(DataError, match=r"data\.mean_document_length=0: "):
         dataloader_config(dataclasses.replace(SYNTHETIC, mean_document_length=0), 320)
+
+
+def test_the_check_before_submitting_knows_the_vocabulary():
+    assert BYTE_VOCABULARY == VOCAB_SIZE
 
 
 def test_text_needs_the_byte_tokenizer():
