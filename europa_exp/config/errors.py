@@ -34,7 +34,7 @@ class Problem:
         way_out = self.way_out.rstrip(". ")
         end = "" if way_out.endswith("?") else "."
         text = f"{self.field}={show(self.value)}: {self.rule.rstrip('. ')}. {way_out}{end}"
-        return " ".join(text.split())
+        return " ".join(line.strip() for line in text.splitlines())
 
 
 class ConfigError(Exception):

@@ -17,8 +17,9 @@ from europa_exp.config.errors import ConfigError, Problem
 from europa_exp.launch.overrides import key_of, near_fields, parse, problems_of
 
 if TYPE_CHECKING:
-    from europa_exp.config.schema import Config
     from omegaconf import DictConfig
+
+    from europa_exp.config.schema import Config
 
 CONFIG_NAME = "config"
 GLOBAL_GROUPS = ("experiment",)
@@ -41,7 +42,7 @@ class Composer:
     """
 
     def __init__(self, loader: Any, fixed: Sequence[str] = ()) -> None:
-        self._loader = loader
+        self.loader = loader
         self._fixed = list(fixed)
         self._options: dict[str, list[str]] = {}
         self._bases: dict[tuple[str, ...], tuple[DictConfig, dict[str, str | None]]] = {}
@@ -53,7 +54,7 @@ class Composer:
 
             found = []
             if group and not group.startswith("hydra") and "." not in group:
-                found = _options_below(self._loader, group, ObjectType)
+                found = _options_below(self.loader, group, ObjectType)
             self._options[group] = found
         return self._options[group]
 
@@ -83,15 +84,14 @@ class Composer:
 
         mode = RunMode.MULTIRUN if multirun else RunMode.RUN
         with explained(overrides, self.options, multirun=multirun):
-            return self._loader.load_configuration(CONFIG_NAME, [*self._fixed, *overrides], mode)
+            return self.loader.load_configuration(CONFIG_NAME, [*self._fixed, *overrides], mode)
 
     def _base(self, groups: tuple[str, ...]) -> tuple[DictConfig, dict[str, str | None]]:
         if groups not in self._bases:
+            from hydra.types import RunMode
             from omegaconf import flag_override
 
-            from hydra.types import RunMode
-
-            cfg = self._loader.load_configuration(CONFIG_NAME, [*self._fixed, *groups], RunMode.RUN)
+            cfg = self.loader.load_configuration(CONFIG_NAME, [*self._fixed, *groups], RunMode.RUN)
             choices = {str(k): v for k, v in cfg.hydra.runtime.choices.items()}
             with flag_override(cfg, ["struct", "readonly"], [False, False]):
                 del cfg["hydra"]
@@ -119,9 +119,10 @@ def apply_overrides(parsed: Sequence[Any], cfg: DictConfig) -> None:
 
 def resolve(cfg: DictConfig) -> Config:
     """Resolve a composition. Raises ConfigError: unknown fields, missing values, interpolations that lead nowhere."""
-    from europa_exp.config.schema import Config
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+
+    from europa_exp.config.schema import Config
 
     problems: list[Problem] = []
     _inspect(cfg, Config, "", problems)
@@ -130,16 +131,19 @@ def resolve(cfg: DictConfig) -> Config:
             return OmegaConf.to_object(cfg)
         except (OmegaConfBaseException, RecursionError, TypeError, ValueError) as e:
             problems.append(
-                Problem(getattr(e, "full_key", None) or "config", "", _first_line(e), "Give a value that fits")
+                Problem(
+                    getattr(e, "full_key", None) or "config", "", _first_line(e), "Give a value that fits"
+                )
             )
     raise ConfigError([("", p) for p in problems])
 
 
 def _inspect(node: Any, cls: type | None, prefix: str, problems: list[Problem]) -> None:
     """Collect what keeps this node (a group, or the root) from being resolved."""
-    from europa_exp.config.io import hints
     from omegaconf import Container, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+
+    from europa_exp.config.io import hints
 
     names = {f.name for f in fields(cls)} if cls else None
     for key in list(node) if OmegaConf.is_dict(node) else range(len(node)):
@@ -153,7 +157,9 @@ def _inspect(node: Any, cls: type | None, prefix: str, problems: list[Problem]) 
         is_interpolation = OmegaConf.is_interpolation(node, key)
         if not is_interpolation and OmegaConf.is_missing(node, key):
             problems.append(
-                Problem(dotted, "???", "every run needs a value here", f"Give {dotted}=... or set it in conf/")
+                Problem(
+                    dotted, "???", "every run needs a value here", f"Give {dotted}=... or set it in conf/"
+                )
             )
             continue
         try:
@@ -162,7 +168,10 @@ def _inspect(node: Any, cls: type | None, prefix: str, problems: list[Problem]) 
             raw = OmegaConf.to_container(node, resolve=False)[key]
             problems.append(
                 Problem(
-                    dotted, raw, f"can't be resolved: {_first_line(e)}", "Name an existing field, or give the value"
+                    dotted,
+                    raw,
+                    f"can't be resolved: {_first_line(e)}",
+                    "Name an existing field, or give the value",
                 )
             )
             continue
@@ -178,9 +187,8 @@ def _inspect(node: Any, cls: type | None, prefix: str, problems: list[Problem]) 
 def explained(texts: Sequence[str], options: Any, *, multirun: bool = False) -> Iterator[None]:
     """Turn what Hydra, OmegaConf and YAML raise about these overrides or `conf/` into one ConfigError."""
     import yaml
-    from omegaconf.errors import OmegaConfBaseException
-
     from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
 
     try:
         yield
@@ -216,7 +224,9 @@ def _first_line(error: BaseException) -> str:
     """An error's message without what OmegaConf and Hydra add about keys, types and folders."""
     text = str(error).split("Config search path:")[0].split("See https://")[0]
     lines = [line.strip() for line in text.splitlines()]
-    return " ".join(x for x in lines if x and not x.startswith(("full_key:", "reference_type=", "object_type=")))
+    return " ".join(
+        x for x in lines if x and not x.startswith(("full_key:", "reference_type=", "object_type="))
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- registering

@@ -65,7 +65,10 @@ def make_plan(
                 (
                     "",
                     Problem(
-                        GROUP, sweep_file.name, "a sweep file asks for several runs", f"Add -m: python launch.py -m +sweeps={sweep_file.name}"
+                        GROUP,
+                        sweep_file.name,
+                        "a sweep file asks for several runs",
+                        f"Add -m: python launch.py -m +sweeps={sweep_file.name}",
                     ),
                 )
             ]
@@ -73,7 +76,9 @@ def make_plan(
     texts, varied = expand(composer, arguments, sweep_file, multirun=multirun, loader=loader)
     labels = _labels(texts, varied)
 
-    problems: Problems = [("the sweep file", p) for p in condition_problems(sweep_file.exclude, composer.options)]
+    problems: Problems = [
+        ("the sweep file", p) for p in condition_problems(sweep_file.exclude, composer.options)
+    ]
     drafts: list[Draft] = []
     met: set[int] = set()
     excluded = 0
@@ -90,7 +95,9 @@ def make_plan(
             problems += [(label, p) for _, p in e.problems]
     if not drafts and not problems:
         rule = f"the conditions leave out all {excluded} points"
-        raise ConfigError([("the sweep file", Problem("exclude", sweep_file.exclude, rule, "Loosen a condition"))])
+        raise ConfigError(
+            [("the sweep file", Problem("exclude", sweep_file.exclude, rule, "Loosen a condition"))]
+        )
 
     points = make_points(drafts, base=base, problems=problems, parent=parent, force=force)
     notices = [
@@ -130,7 +137,9 @@ def expand(
                 axes.append([[text]])
                 continue
             if not values:
-                raise ConfigError([("", Problem(key, text, "the sweep is empty", "Give it at least one value"))])
+                raise ConfigError(
+                    [("", Problem(key, text, "the sweep is empty", "Give it at least one value"))]
+                )
             name = parse(text).get_key_element()
             axes.append([[f"{name}={value}"] for value in values])
             if len(values) > 1:
@@ -152,7 +161,9 @@ def _values(text: str, loader: Any) -> list[str] | None:
         return None
     if not override.is_discrete_sweep():
         rule = "an interval has no list of values, and this sweeper takes every point"
-        raise ConfigError([("", Problem(key_of(text), text, rule, "Use range(start,stop,step) or list the values"))])
+        raise ConfigError(
+            [("", Problem(key_of(text), text, rule, "Use range(start,stop,step) or list the values"))]
+        )
     override.config_loader = loader
     return list(override.sweep_string_iterator())
 

@@ -59,7 +59,7 @@ def free_mapping(key: str) -> str | None:
 
 def takes_text(hint: Any) -> bool:
     """Whether a field holds text (or null)."""
-    return hint is str or str in get_args(hint) and get_origin(hint) not in (dict, list)
+    return hint is str or (str in get_args(hint) and get_origin(hint) not in (dict, list))
 
 
 def near(name: str, known: Iterable[str], n: int = 3) -> list[str]:

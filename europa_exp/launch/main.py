@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 BAD_INPUT = 2
 """Exit code of a call that can't be run as it is."""
 
+FAILED = 1
+"""Exit code of a call that was right, but whose runs can't be made or did not all complete."""
+
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
@@ -42,6 +45,16 @@ def main(root: Path, argv: Sequence[str] | None = None) -> int:
     except ConfigError as e:
         print(e, file=sys.stderr)
         return BAD_INPUT
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as e:
+        from europa_exp.runs.folder import RunFolderError
+
+        if not isinstance(e, RunFolderError):
+            raise
+        print(e, file=sys.stderr)
+        return FAILED
 
 
 def _through_hydra(root: Path, arguments: list[str]) -> int:
@@ -54,6 +67,7 @@ def _through_hydra(root: Path, arguments: list[str]) -> int:
     command = [sys.argv[0], *arguments]
     plugins.outcome = plugins.Outcome()
     plugins.hand_over = lambda plan: hand_over(plan, command)
+
     def single(_: object) -> None:
         from hydra.core.global_hydra import GlobalHydra
         from hydra.core.hydra_config import HydraConfig
@@ -67,9 +81,10 @@ def _through_hydra(root: Path, arguments: list[str]) -> int:
         )
 
     flags, overrides = split_flags(arguments)
-    refuse_hydra_settings(overrides)
+    refuse_hydra_settings(flags, overrides)
     multirun = "-m" in flags or "--multirun" in flags
-    sys.argv = [sys.argv[0], *flags, *(normalize(o) for o in overrides)]
+    argv = sys.argv
+    sys.argv = [argv[0], *flags, *(normalize(o) for o in overrides)]
     before = os.environ.get(_FULL_ERROR)
     os.environ[_FULL_ERROR] = "1"  # Hydra then raises instead of printing and exiting by itself
     try:
@@ -77,13 +92,14 @@ def _through_hydra(root: Path, arguments: list[str]) -> int:
         with explained(overrides, _options(root), multirun=multirun):
             app()
     finally:
+        sys.argv = argv
         _restore(before)
     if plugins.outcome.error is not None:
         raise plugins.outcome.error
     return plugins.outcome.code
 
 
-def _options(root: Path):  # noqa: ANN202
+def _options(root: Path):
     """Options of a group for messages, read when there is something to say."""
 
     def options(group: str) -> list[str]:
@@ -104,7 +120,19 @@ def _restore(before: str | None) -> None:
 
 def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Flags (with their values) and overrides, wherever in the line they stand: ``a=1 -m b=2`` is one call."""
-    with_value = {"--cfg", "-c", "--package", "-p", "--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd"}
+    with_value = {
+        "--experimental-rerun",
+        "--cfg",
+        "-c",
+        "--package",
+        "-p",
+        "--config-name",
+        "-cn",
+        "--config-path",
+        "-cp",
+        "--config-dir",
+        "-cd",
+    }
     flags: list[str] = []
     overrides: list[str] = []
     rest = list(arguments)
@@ -124,17 +152,35 @@ def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 _OURS = ("hydra/launcher", "hydra/sweeper", "hydra.launcher", "hydra.sweeper", "hydra.run", "hydra.sweep")
-_OURS_TOO = ("hydra.output_subdir", "hydra.job.chdir", "hydra/job_logging", "hydra/hydra_logging", "hydra/output")
+_OURS_TOO = (
+    "hydra.output_subdir",
+    "hydra.job.chdir",
+    "hydra/job_logging",
+    "hydra/hydra_logging",
+    "hydra/output",
+)
 
 
-def refuse_hydra_settings(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for settings that would make Hydra write files or pass our sweeper and launcher by."""
+_NOT_OURS = ("--experimental-rerun", "--config-name", "-cn", "--config-path", "-cp")
+
+
+def refuse_hydra_settings(flags: Sequence[str], overrides: Sequence[str]) -> None:
+    """Raise ConfigError for what would make Hydra write files, load pickles, or pass our sweeper and launcher by."""
     problems = []
+    for flag in flags:
+        if flag.split("=")[0] in _NOT_OURS:
+            rule, way_out = (
+                "this flag of Hydra's has no use here",
+                "rerun=RUN runs a record again; conf/ is composed",
+            )
+            problems.append(("", Problem("command line", flag, rule, way_out)))
     for text in overrides:
         key = key_of(text)
         if any(key == name or key.startswith(f"{name}.") for name in (*_OURS, *_OURS_TOO)):
             rule = "is fixed here: Hydra keeps nothing on disk, and runs are submitted by our own launcher"
-            problems.append(("", Problem(key, text, rule, "Leave it out; launch.* and cluster.* say how to run")))
+            problems.append(
+                ("", Problem(key, text, rule, "Leave it out; launch.* and cluster.* say how to run"))
+            )
     if problems:
         raise ConfigError(problems)
 

@@ -154,7 +154,9 @@ def _grammar(text: str, key: str, raw: str | None, before: str | None) -> Proble
         rule = "is no field=value and no group=option"
         if before is not None and split(before)[2] is not None:
             name, value = split(before)[1], f"{split(before)[2]} {text}"
-            way_out = f"If it is part of the value before it, the shell needs quotes: {for_shell(name, value)}"
+            way_out = (
+                f"If it is part of the value before it, the shell needs quotes: {for_shell(name, value)}"
+            )
         else:
             way_out = "Write field=value or group=option; python launch.py --help lists them"
         return Problem("command line", text, rule, way_out)
@@ -226,9 +228,10 @@ def near_fields(key: str) -> str:
 
 def type_problem(key: str, value: Any) -> Problem | None:
     """What is wrong with the type of a plain value for a field of the schema; None if OmegaConf takes it."""
-    from europa_exp.config.io import type_text
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+
+    from europa_exp.config.io import type_text
 
     if isinstance(value, str) and ("${" in value or value == "???"):
         return None  # interpolations are resolved and missing values found in the composition
@@ -250,7 +253,8 @@ def type_problem(key: str, value: Any) -> Problem | None:
 
 @lru_cache(maxsize=1)
 def _scratch() -> Any:
-    from europa_exp.config.schema import Config
     from omegaconf import OmegaConf
+
+    from europa_exp.config.schema import Config
 
     return OmegaConf.structured(Config)

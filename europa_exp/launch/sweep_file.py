@@ -178,8 +178,9 @@ def excluded_by(composition: Composition, exclude: Sequence[Mapping[str, Any]]) 
 
 
 def _meets(composition: Composition, key: str, wanted: Any) -> bool:
-    from europa_exp.config.io import plain
     from omegaconf import OmegaConf
+
+    from europa_exp.config.io import plain
 
     if key in composition.choices:
         actual = composition.choices[key]
