@@ -36,8 +36,8 @@ def loads_and_biases(mode: str) -> tuple[list[list[float]], list[list[float]]]:
 def test_recomputation_counts_every_token_once() -> None:
     results = {mode: run_ranks(2, loads_and_biases, mode) for mode in ("none", "selective", "full")}
     for loads, _ in results["none"]:
-        # Two rows of 64 tokens a rank, four experts a token.
-        assert [sum(layer) for layer in loads] == [2 * 64 * 4] * 4
+        # Two rows of 64 tokens a rank, two experts a token.
+        assert [sum(layer) for layer in loads] == [2 * 64 * 2] * 4
     assert results["selective"] == results["none"]
     assert results["full"] == results["none"]
     _, biases = results["none"][0]
