@@ -1,0 +1,362 @@
+"""A comparison as text: a table for people, Markdown for documents, CSV and JSON with every digit for programs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from europa_exp.runs.compare import Column, Comparison, Row
+from europa_exp.runs.quantities import Quantity
+from europa_exp.runs.statistics import Estimate, Verdict
+
+FORMATS = ("table", "markdown", "csv", "json")
+ABSENT = "–"
+_GAP = 3
+_WIDEST_FIELD = 28
+_LONGEST_CELL = 56
+_FLAVOR = "model.flavor"
+
+
+def render(
+    comparison: Comparison, format: str = "table", *, width: int | None = None, color: bool = False
+) -> str:
+    """``comparison`` as text in one of ``FORMATS``, without a line end.
+
+    ``width`` (table only) is that of the terminal: quantities that don't fit continue in a further table below. Without it
+    the table is plain, a row a line however long. ``color`` marks better and worse. Raises ValueError for another format.
+    """
+    if format == "table":
+        return _plain(comparison) if width is None else _terminal(comparison, width, color)
+    if format == "markdown":
+        return _markdown(comparison)
+    if format == "csv":
+        return _csv(comparison)
+    if format == "json":
+        return json.dumps(as_data(comparison), indent=2, ensure_ascii=False, allow_nan=False)
+    raise ValueError(f"format={format}: must be one of {', '.join(FORMATS)}")
+
+
+def show(comparison: Comparison, format: str = "table") -> None:
+    """Print to standard output: in colours and as wide as the terminal if there is one, plain otherwise."""
+    if format == "table" and sys.stdout.isatty():
+        from rich.console import Console
+
+        console = Console()
+        text = render(comparison, width=console.width, color=console.color_system is not None)
+    else:
+        text = render(comparison, format)
+    print(text)
+
+
+# --------------------------------------------------------------------------------------------------------- words
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number with at least ``digits`` significant digits, thousands parted; ``–`` for none."""
+    if value is None:
+        return ABSENT
+    if not math.isfinite(value):
+        return str(value)
+    return (
+        f"{value:,.{_decimals(value, digits)}f}"
+        if 1e-4 <= abs(value) < 1e15 or value == 0
+        else f"{value:.3g}"
+    )
+
+
+def _decimals(value: float, digits: int) -> int:
+    if value == 0 or (float(value).is_integer() and abs(value) >= 100):
+        return 0
+    return max(0, digits - 1 - math.floor(math.log10(abs(value))))
+
+
+def value_text(estimate: Estimate) -> str:
+    """``3,412 ± 21``; without the spread where there is none or it is 0."""
+    text = number(estimate.value)
+    value, spread = estimate.value, estimate.spread
+    if value is None or not spread or not math.isfinite(value):
+        return text
+    decimals = _decimals(value, 4)
+    shown = f"{spread:,.{decimals}f}"
+    return f"{text} ± {shown if float(shown.replace(',', '')) else f'{spread:.1g}'}"
+
+
+def verdict_text(verdict: Verdict | None) -> str:
+    """``+5.2% faster``; ``–`` without a verdict."""
+    if verdict is None:
+        return ABSENT
+    if verdict.word == "equal":
+        return "equal"
+    if verdict.percent is None:
+        return verdict.word
+    percent = f"{verdict.percent:+.{1 if abs(verdict.percent) >= 1 else 2}f}%"
+    return f"{percent.replace('-', '−')} {verdict.word}"
+
+
+def field_text(value: Any) -> str:
+    """A value of a field as it would be typed."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)
+
+
+def column_text(column: Column, row: Row, base: Row | None) -> str:
+    """One cell of what differs. A column of several fields tells those that differ from the baseline, as far as they fit."""
+    if row.members[0].fields is None:
+        return "?"
+    if len(column.fields) == 1:
+        return field_text(row.fields[column.fields[0]])
+    other = {} if base is None or base.members[0].fields is None else base.fields
+    changed = [name for name in column.fields if name not in other or row.fields[name] != other[name]]
+    if row.baseline or not changed:
+        # A model has a name that stands for all its numbers.
+        return field_text(row.fields[_FLAVOR]) if _FLAVOR in column.fields else "as baseline"
+    if _FLAVOR in changed:
+        return field_text(row.fields[_FLAVOR])
+    pairs = [f"{name.removeprefix(column.title + '.')}={field_text(row.fields[name])}" for name in changed]
+    text = pairs[0]
+    for index, pair in enumerate(pairs[1:], start=1):
+        if len(text) + len(pair) > _LONGEST_CELL:
+            return f"{text} +{len(pairs) - index}"
+        text += f" {pair}"
+    return text
+
+
+# -------------------------------------------------------------------------------------------------------- tables
+
+
+def _fixed(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Header and cells of everything but the quantities: run, n, state, what differs."""
+    rows, base = comparison.rows, comparison.baseline
+    several = any(len(row.members) > 1 for row in rows)
+    states = any(row.state != "completed" for row in rows)
+    header = ["run", *(["n"] if several else []), *(["state"] if states else [])]
+    header += [column.title for column in comparison.columns]
+    cells: list[list[str]] = []
+    for row in rows:
+        line = [row.label]
+        if several:
+            line.append(str(len(row.used)))
+        if states:
+            line.append(row.state)
+        cells.append(line + [column_text(column, row, base) for column in comparison.columns])
+    return header, cells
+
+
+def _head(comparison: Comparison) -> str:
+    base = comparison.baseline
+    against = f"differences to {base.label}" if base is not None and len(comparison.rows) > 1 else ""
+    if against and base is not None and comparison.columns:
+        told = [f"{c.title}={column_text(c, base, base)}" for c in comparison.columns if len(c.fields) == 1]
+        against += f" ({', '.join(told)})" if told else ""
+    warm = comparison.warmup
+    skip = "warm-up left out: max(2, 10%) of the steps" if warm is None else f"warm-up left out: {warm} steps"
+    return "; ".join(part for part in (comparison.title, against, skip) if part)
+
+
+def _compared(row: Row, q: Quantity) -> str:
+    return (
+        "baseline"
+        if row.baseline and row.estimates[q.key].value is not None
+        else verdict_text(row.verdicts[q.key])
+    )
+
+
+def _plain(comparison: Comparison) -> str:
+    header, cells = _fixed(comparison)
+    right = [False] * len(header)
+    for q in comparison.quantities:
+        header += [q.title, "vs. baseline"]
+        right += [True, False]
+        for row, line in zip(comparison.rows, cells, strict=True):
+            line += [value_text(row.estimates[q.key]), _compared(row, q)]
+    widths = [max(len(line[i]) for line in [header, *cells]) for i in range(len(header))]
+    lines = [
+        "  ".join(
+            t.rjust(w) if r else t.ljust(w) for t, w, r in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in [header, ["-" * w for w in widths], *cells]
+    ]
+    return "\n".join([_head(comparison), *lines, *comparison.notes])
+
+
+def _terminal(comparison: Comparison, width: int, color: bool) -> str:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    header, cells = _fixed(comparison)
+    # Long names of fields wrap in the header; the cells decide the width.
+    widths = [
+        min(max(11 * (len(header[i]) > 11), *(len(line[i]) for line in cells)), _WIDEST_FIELD)
+        for i in range(len(header))
+    ]
+    widths = [max(w, min(len(name), 11)) for w, name in zip(widths, header, strict=True)]
+    widths[0] = max(len(line[0]) for line in cells)
+    needs = {
+        q.key: _GAP
+        + max(
+            len(q.title),
+            *(len(t) for r in comparison.rows for t in (value_text(r.estimates[q.key]), _compared(r, q))),
+        )
+        for q in comparison.quantities
+    }
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=color, color_system="standard" if color else None)
+    console.print(Text(_head(comparison), style="bold"))
+    for block in _blocks(comparison.quantities, needs, width - sum(widths) - _GAP * len(widths)):
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        for i, name in enumerate(header):
+            table.add_column(name, no_wrap=i == 0, overflow="fold", max_width=widths[i])
+        for q in block:
+            table.add_column(q.title, justify="right", no_wrap=True)
+        for row, line in zip(comparison.rows, cells, strict=True):
+            measured = []
+            for q in block:
+                verdict = row.verdicts[q.key]
+                cell = Text(value_text(row.estimates[q.key]) + "\n")
+                cell.append(_compared(row, q), style=_style(verdict))
+                measured.append(cell if row.estimates[q.key].value is not None else Text(ABSENT))
+            table.add_row(*(Text(t) for t in line), *measured)
+        console.print(table)
+        console.print()
+    for note in comparison.notes:
+        console.print(Text(note, style="dim"))
+    return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").split("\n"))
+
+
+def _blocks(quantities: Sequence[Quantity], needs: dict[str, int], room: int) -> list[list[Quantity]]:
+    """Quantities that fit side by side; at least one a block, and one empty block if there are none."""
+    blocks: list[list[Quantity]] = [[]]
+    left = room
+    for q in quantities:
+        if blocks[-1] and needs[q.key] > left:
+            blocks.append([])
+            left = room
+        blocks[-1].append(q)
+        left -= needs[q.key]
+    return blocks
+
+
+def _style(verdict: Verdict | None) -> str:
+    if verdict is None or not verdict.outside_noise:
+        return "dim"
+    return {True: "green", False: "red", None: "bold"}[verdict.better]
+
+
+def _markdown(comparison: Comparison) -> str:
+    header, cells = _fixed(comparison)
+    rule = ["---"] * len(header)
+    for q in comparison.quantities:
+        header += [q.title, "vs. baseline"]
+        rule += ["---:", "---"]
+        for row, line in zip(comparison.rows, cells, strict=True):
+            line += [value_text(row.estimates[q.key]), _compared(row, q)]
+    table = ["| " + " | ".join(_escaped(t) for t in line) + " |" for line in (header, *cells)]
+    table.insert(1, "| " + " | ".join(rule) + " |")
+    notes = [f"- {_escaped(note)}" for note in comparison.notes]
+    return "\n".join([_escaped(_head(comparison)), "", *table, *(["", *notes] if notes else [])])
+
+
+def _escaped(text: str) -> str:
+    for sign in "\\|*_`<[":
+        text = text.replace(sign, "\\" + sign)
+    return " ".join(text.split())
+
+
+# ------------------------------------------------------------------------------------------------------ machines
+
+
+def as_data(comparison: Comparison) -> dict[str, Any]:
+    """The comparison as JSON-able data with full precision; what is not finite is the string ``"NaN"``, ``"Infinity"``, ..."""
+    base = comparison.baseline
+    return {
+        "title": comparison.title,
+        "baseline": base.label if base else None,
+        "warmup": comparison.warmup,
+        "fields": [name for column in comparison.columns for name in column.fields],
+        "metrics": [q.key for q in comparison.quantities],
+        "rows": [_row_data(row, comparison.quantities) for row in comparison.rows],
+        "notes": list(comparison.notes),
+    }
+
+
+def _row_data(row: Row, quantities: Sequence[Quantity]) -> dict[str, Any]:
+    return {
+        "label": row.label,
+        "baseline": row.baseline,
+        "n": len(row.used),
+        "state": row.state,
+        "runs": [
+            {
+                "name": m.entry.name,
+                "path": str(m.entry.run.path),
+                "identity": m.entry.identity,
+                "state": m.entry.state,
+            }
+            for m in row.members
+        ],
+        "fields": row.fields,
+        "metrics": {
+            q.key: _measured(row.estimates[q.key], row.verdicts[q.key], q)
+            for q in quantities
+            if row.estimates[q.key].value is not None
+        },
+    }
+
+
+def _measured(estimate: Estimate, verdict: Verdict | None, q: Quantity) -> dict[str, Any]:
+    return {
+        "value": _json(estimate.value),
+        "taken_as": str(q.value),
+        "spread": _json(estimate.spread),
+        "spread_over": estimate.over,
+        "values": [_json(v) for v in estimate.values],
+        "steps": [len(s.used) for s in estimate.samples],
+        "difference": _json(verdict.difference) if verdict else None,
+        "difference_percent": _json(verdict.percent) if verdict else None,
+        "noise_percent": _json(verdict.margin) if verdict else None,
+        "verdict": verdict.word if verdict else None,
+        "better": verdict.better if verdict else None,
+        "outside_noise": verdict.outside_noise if verdict else None,
+        "basis": verdict.basis if verdict else None,
+    }
+
+
+def _json(value: float | None) -> float | str | None:
+    if value is None or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+
+
+def _csv(comparison: Comparison) -> str:
+    names = [name for column in comparison.columns for name in column.fields]
+    header = ["label", "baseline", "n", "state", "runs", *names]
+    parts = ("", ":spread", ":difference_percent", ":noise_percent", ":verdict")
+    for q in comparison.quantities:
+        header += [q.key + part for part in parts]
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(header)
+    for row in comparison.rows:
+        line: list[Any] = [row.label, str(row.baseline).lower(), len(row.used), row.state]
+        line.append(" ".join(m.entry.name for m in row.members))
+        line += ["" if row.fields[name] is None else field_text(row.fields[name]) for name in names]
+        for q in comparison.quantities:
+            estimate, verdict = row.estimates[q.key], row.verdicts[q.key]
+            line += [estimate.value, estimate.spread]
+            line += [verdict.percent, verdict.margin, verdict.word] if verdict else [None, None, None]
+        writer.writerow(["" if cell is None else cell for cell in line])
+    return out.getvalue().rstrip("\n")
