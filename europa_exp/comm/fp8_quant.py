@@ -40,7 +40,7 @@ SCALE_BYTES = 4
 """Bytes of a block's scale (fp32)."""
 
 ERROR_BOUND_FP32 = 16 / 448
-"""Largest error of a value, as a share of its block's maximum, before a cast to bf16 (up to fp32 rounding, 1e-6 of it)."""
+"""Largest error of a value, as a share of its block's maximum, before a cast to bf16 (up to fp32 rounding: 2^-22 of it)."""
 
 ERROR_BOUND_BF16 = 0.0397
 """The same after the cast to bf16."""
