@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from europa_exp.config.errors import ConfigError, Problem
 from europa_exp.launch.overrides import key_of, near_fields, parse, problems_of
@@ -63,7 +63,9 @@ class Composer:
         with explained(overrides, self.options):
             parsed = [parse(text) for text in overrides]
             groups = tuple(
-                p.input_line for p in parsed if self.options(p.key_or_group) and p.key_or_group != "sweeps"
+                str(p.input_line)
+                for p in parsed
+                if self.options(p.key_or_group) and p.key_or_group != "sweeps"
             )
             values = [p for p in parsed if not self.options(p.key_or_group) and p.key_or_group != "sweeps"]
             base, choices = self._base(groups)
@@ -128,7 +130,7 @@ def resolve(cfg: DictConfig) -> Config:
     _inspect(cfg, Config, "", problems)
     if not problems:
         try:
-            return OmegaConf.to_object(cfg)
+            return cast(Config, OmegaConf.to_object(cfg))
         except (OmegaConfBaseException, RecursionError, TypeError, ValueError) as e:
             problems.append(
                 Problem(
@@ -136,6 +138,13 @@ def resolve(cfg: DictConfig) -> Config:
                 )
             )
     raise ConfigError([("", p) for p in problems])
+
+
+def _raw(node: Any, key: Any) -> Any:
+    """An entry as it is written, interpolations and all."""
+    from omegaconf import OmegaConf
+
+    return cast(Any, OmegaConf.to_container(node, resolve=False))[key]
 
 
 def _inspect(node: Any, cls: type | None, prefix: str, problems: list[Problem]) -> None:
@@ -149,7 +158,7 @@ def _inspect(node: Any, cls: type | None, prefix: str, problems: list[Problem]) 
     for key in list(node) if OmegaConf.is_dict(node) else range(len(node)):
         dotted = f"{prefix}{key}"
         if names is not None and key not in names:
-            raw = OmegaConf.to_container(node, resolve=False)[key]
+            raw = _raw(node, key)
             problems.append(
                 Problem(dotted, raw, "there is no such field", near_fields(dotted) or "Leave it out")
             )
@@ -165,7 +174,7 @@ def _inspect(node: Any, cls: type | None, prefix: str, problems: list[Problem]) 
         try:
             value = node[key]
         except (OmegaConfBaseException, RecursionError) as e:
-            raw = OmegaConf.to_container(node, resolve=False)[key]
+            raw = _raw(node, key)
             problems.append(
                 Problem(
                     dotted,
@@ -177,7 +186,7 @@ def _inspect(node: Any, cls: type | None, prefix: str, problems: list[Problem]) 
             continue
         if isinstance(value, Container) and not is_interpolation:
             hint = hints(cls).get(str(key)) if cls else None
-            _inspect(value, hint if is_dataclass(hint) else None, f"{dotted}.", problems)
+            _inspect(value, cast(type, hint) if is_dataclass(hint) else None, f"{dotted}.", problems)
 
 
 # ------------------------------------------------------------------------------------------------------------ explaining

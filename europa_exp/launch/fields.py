@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
-from typing import Any, get_args, get_origin
+from typing import Any, cast, get_args, get_origin
 
 
 @lru_cache(maxsize=1)
@@ -21,7 +21,7 @@ def field_types() -> dict[str, Any]:
         for f in fields(cls):
             hint = hints(cls)[f.name]
             if is_dataclass(hint):
-                walk(hint, f"{prefix}{f.name}.")
+                walk(cast(type, hint), f"{prefix}{f.name}.")
             else:
                 out[f"{prefix}{f.name}"] = hint
 

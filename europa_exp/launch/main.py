@@ -13,13 +13,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from europa_exp.config.errors import ConfigError, Problem
 from europa_exp.launch.overrides import key_of, normalize
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from europa_exp.launch.expand import Plan
+    from europa_exp.launch.overrides import Options
 
 BAD_INPUT = 2
 """Exit code of a call that can't be run as it is."""
@@ -72,9 +75,8 @@ def _through_hydra(root: Path, arguments: list[str]) -> int:
         from hydra.core.global_hydra import GlobalHydra
         from hydra.core.hydra_config import HydraConfig
 
-        config = HydraConfig.instance().cfg
+        config = cast("DictConfig", HydraConfig.instance().cfg)
         loader = GlobalHydra.instance().config_loader()
-        assert config is not None
         texts = plugins.plain_list(config.hydra.overrides.task)
         plugins.outcome.take(
             lambda: hand_over(plugins.plan_call(loader, config, texts, multirun=False), command)
@@ -99,7 +101,7 @@ def _through_hydra(root: Path, arguments: list[str]) -> int:
     return plugins.outcome.code
 
 
-def _options(root: Path):
+def _options(root: Path) -> Options:
     """Options of a group for messages, read when there is something to say."""
 
     def options(group: str) -> list[str]:

@@ -96,7 +96,7 @@ class EuropaSweeper(Sweeper):
     """Takes sweeps apart, composes and checks every point, and only then lets the launcher have them."""
 
     def __init__(self, params: Any = None, points: Any = None, exclude: Any = None) -> None:
-        self._launcher: EuropaLauncher | None = None
+        self._launcher: Launcher | None = None
         self._context: HydraContext | None = None
         self._config: DictConfig | None = None
 
@@ -111,7 +111,7 @@ class EuropaSweeper(Sweeper):
         """Submit all points of a sweep. Raises ConfigError, with nothing submitted, if any of them can't run."""
         assert self._context is not None
         assert self._config is not None
-        assert self._launcher is not None
+        assert isinstance(self._launcher, EuropaLauncher)
         plan = plan_call(self._context.config_loader, self._config, arguments, multirun=True)
         return self._launcher.submit(plan)
 

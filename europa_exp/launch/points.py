@@ -72,8 +72,9 @@ def make_points(
     from europa_exp.config.identity import delta, identity, run_name
 
     if check is None:
-        from europa_exp.config.checks import check
+        from europa_exp.config import checks
 
+        check = checks.check
     problems = list(problems)
     hashed: list[tuple[Draft, str]] = []
     for draft in drafts:

@@ -38,7 +38,7 @@ def table(plan: Plan) -> list[tuple[str, ...]]:
     common = _common(points) if len(points) > 1 else {}
     names = {k for p in points for k in p.delta if k not in common}
     fields = sorted(names, key=schema_order)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for point in points:
         differs = {k: point.delta.get(k, _value(point, k)) for k in fields}
         p = point.cfg.parallelism

@@ -72,40 +72,24 @@ def find_record(text: str, runs_dir: str | Path) -> Record:
     from europa_exp.config import io
     from europa_exp.runs.folder import RunFolderError
     from europa_exp.runs.lookup import LookupFailed, find
+    from europa_exp.runs.wandb_source import WandbSourceError, is_wandb, recorded_config
 
     if not text:
         raise _not_found(text, "names no run")
-    if _is_offline_folder(Path(text).expanduser()):
-        return _from_wandb(text)
+    of_wandb, tried = is_wandb(text), ""
+    if not (of_wandb and Path(text).exists()):
+        try:
+            run = find(runs_dir, text)
+            return Record(run.name, io.from_yaml(run.config_text(), label=run.name), run.provenance())
+        except (LookupFailed, RunFolderError) as e:
+            if not of_wandb:
+                raise _not_found(text, str(e)) from e
+            tried = f"{e}; "
     try:
-        run = find(runs_dir, text)
-        return Record(run.name, io.from_yaml(run.config_text(), label=run.name), run.provenance())
-    except (LookupFailed, RunFolderError) as e:
-        if text.startswith("https://") or re.fullmatch(r"[^/\s]+/[^/\s]+(/runs)?/[^/\s]+", text):
-            return _from_wandb(text)
-        raise _not_found(text, str(e)) from e
-
-
-def _is_offline_folder(path: Path) -> bool:
-    try:
-        return path.is_dir() and any(path.glob("*.wandb")) and not (path / "config.yaml").exists()
-    except OSError:
-        return False
-
-
-def _from_wandb(text: str) -> Record:
-    from europa_exp.config import io
-    from europa_exp.runs import wandb_source
-
-    try:
-        recorded = wandb_source.recorded_config(text)
-    except ConfigError:
-        raise
-    except (
-        Exception
-    ) as e:  # a network, a server, a folder of somebody else: whatever it is, it is this one message
-        raise _not_found(text, f"can't be read from W&B: {e}") from e
-    return Record(text, io.from_yaml(recorded, label=text))
+        found = recorded_config(text)
+    except WandbSourceError as e:
+        raise _not_found(text, f"{tried}{e}") from e
+    return Record(found.name or text, io.from_yaml(found.yaml, label=found.source), found.provenance or {})
 
 
 def _not_found(text: str, reason: str) -> ConfigError:

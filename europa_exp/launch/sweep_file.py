@@ -33,7 +33,8 @@ from europa_exp.launch.overrides import near_fields, type_problem, write
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from europa_exp.launch.compose import Composition, Options
+    from europa_exp.launch.compose import Composition
+    from europa_exp.launch.overrides import Options
 
 GROUP = "sweeps"
 SCHEME = "sweeps"
@@ -95,7 +96,7 @@ def _shape_problem(content: Any, where: str) -> str | None:
     data = OmegaConf.to_container(content, resolve=False)
     if not isinstance(data, dict):
         return f"{where}.yaml: a sweep file is a mapping with {', '.join(_KEYS)}"
-    for key in data:
+    for key in map(str, data):
         if key not in _KEYS:
             hint = f"; perhaps {near(str(key), _KEYS)[0]} was meant" if near(str(key), _KEYS) else ""
             return f"{where}.yaml: there is no key '{key}' in a sweep file{hint}. Keys: {', '.join(_KEYS)}"
