@@ -95,7 +95,7 @@ def enable() -> bool:
     utils.get_peak_flops = lambda device_name: float("inf")
     # The router asks for an fp32 gate through autocast, which PyTorch does not offer on CPU; the model brings a gate that
     # computes in fp32 by itself there (europa_exp.cpu.linear).
-    warnings.filterwarnings("ignore", message="CPU Autocast only supports dtypes")
+    warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
     # DTensor's generator does not know CPU meshes; parameters are drawn by their place in the tensor instead.
     warnings.filterwarnings("ignore", message="DTensor .* may not have complete support")
 

@@ -29,7 +29,7 @@ def one_rank() -> dict:
         Layout(2, 2, 1),
         Layout(2, 2, 2),
     ],
-    ids=str,
+    ids=lambda layout: f"{layout.replicate}x{layout.shard}-ep{layout.ep}",
 )
 def test_same_full_state_on_every_layout(one_rank: dict, layout: Layout) -> None:
     ranks = run_ranks(layout.ranks, held_state, layout, MODEL)
