@@ -248,7 +248,7 @@ def _nothing(runs_dir: str | os.PathLike[str], text: str, known: Sequence[Entry]
 
 
 def _close(text: str, known: Sequence[Entry]) -> list[Entry]:
-    within = [e for e in known if text.lower() in e.name.lower()]
+    within = [e for e in known if len(text) > 2 and text.lower() in e.name.lower()]
     if within:
         return within[:5]
     labels = {e.name: e for e in known} | {e.identity: e for e in known if e.identity}
