@@ -98,6 +98,15 @@ def test_wrong_lines_in_the_middle_are_left_out_and_reported(tmp_path: Path, lin
     assert [number for number, _ in found.skipped] == [2]
 
 
+def test_a_whole_last_line_that_is_wrong_is_not_taken_for_a_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"loss": 2.0}\n')
+    found = read_metrics(path)
+    assert [row["step"] for row in found.rows] == [1]
+    assert not found.cut
+    assert [number for number, _ in found.skipped] == [2]
+
+
 def test_a_full_disk_is_told_once_and_noted_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
