@@ -30,6 +30,9 @@ BAD_INPUT = 2
 FAILED = 1
 """Exit code of a call that was right, but whose runs can't be made or did not all complete."""
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as a shell gives it."""
+
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
@@ -48,6 +51,9 @@ def main(root: Path, argv: Sequence[str] | None = None) -> int:
     except ConfigError as e:
         print(e, file=sys.stderr)
         return BAD_INPUT
+    except KeyboardInterrupt:  # while composing; once runs exist, submit sees to them
+        print("interrupted; nothing was submitted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED

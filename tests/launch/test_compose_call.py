@@ -395,3 +395,15 @@ def test_launch_py_works_from_any_folder_and_quotes_as_it_says():
     advice = refused.stderr[refused.stderr.index("'tracking") :].strip().rstrip(".")
     accepted = run(advice)
     assert accepted.returncode == 0, accepted.stderr
+
+
+def test_ctrl_c_while_composing(monkeypatch, submitted):
+    from europa_exp.launch import expand
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(expand, "make_points", interrupted)
+    for arguments in (["comm=fp8"], ["-m", "comm=fp8"]):
+        assert call(*arguments).code == 130
+    assert submitted == []
