@@ -454,6 +454,15 @@ def _notes(
         notes.append(
             f"too few steps: fewer than {statistics.MIN_STEPS} steps after warm-up, or too alike from step to step."
         )
+    gone = [
+        q.title
+        for q in quantities
+        if any(s.value is None and s.dropped for r in rows for s in r.estimates[q.key].missing)
+    ]
+    if gone:
+        notes.append(
+            f"{', '.join(gone)}: where a run has no value, all its steps are warm-up; --warmup N leaves out fewer."
+        )
     if "unfinished" in words:
         notes.append("unfinished: the row or the baseline has no completed run.")
     if merged:

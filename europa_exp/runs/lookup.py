@@ -69,6 +69,14 @@ class Entry:
         """ISO 8601, UTC; empty if it is not recorded."""
         return self.status.created_at or str(self.provenance.get("created_at") or "")
 
+    @cached_property
+    def made(self) -> int:
+        """When the configuration was written, in ns: it orders the runs of a sweep that were created in one millisecond."""
+        try:
+            return (self.run.path / CONFIG_FILE).stat().st_mtime_ns
+        except OSError:
+            return 0
+
     @property
     def state(self) -> str:
         """The state in a word; ``lost`` for a run that claims to go on but whose process is gone."""
@@ -122,20 +130,26 @@ def entries(runs_dir: str | os.PathLike[str]) -> list[Entry]:
     for folder in _folders(runs_dir):
         if folder.name not in runs and any((folder / mark).exists() for mark in _MARKS):
             runs[folder.name] = RunFolder(folder)
-    return sorted((Entry(run) for run in runs.values()), key=lambda e: (e.created_at, _natural(e.name)))
+    return sorted(
+        (Entry(run) for run in runs.values()), key=lambda e: (e.created_at, e.made, _natural(e.name))
+    )
 
 
-def find(runs_dir: str | os.PathLike[str], text: str) -> RunFolder:
+def find(runs_dir: str | os.PathLike[str], text: str, *, newest: bool = False) -> RunFolder:
     """The one run that ``text`` names: a folder, a name, a unique prefix of a name, or (a prefix of) a hash.
 
-    Raises LookupFailed if none answers, or several (repeats of one hash): the message lists them.
+    With ``newest``, for those who need only the configuration, repeats of one hash are no ambiguity: the newest completed
+    one answers, or the newest if none is. Raises LookupFailed if no run answers, or several; the message lists them.
     """
     found = find_all(runs_dir, text)
-    if len(found) > 1:
-        kinds = {Entry(run).identity for run in found}
-        same = ", repeats of one experiment" if len(kinds) == 1 and None not in kinds else ""
-        raise LookupFailed(f"{text!r} stands for {len(found)} runs{same}; name one of them:{_listed(found)}")
-    return found[0]
+    if len(found) == 1:
+        return found[0]
+    known = [Entry(run) for run in found]
+    same = known[0].identity is not None and len({e.identity for e in known}) == 1
+    if newest and same:
+        return ([e for e in known if e.state == "completed"] or known)[-1].run
+    repeats = ", repeats of one experiment" if same else ""
+    raise LookupFailed(f"{text!r} stands for {len(found)} runs{repeats}; name one of them:{_listed(found)}")
 
 
 def find_all(runs_dir: str | os.PathLike[str], text: str) -> list[RunFolder]:

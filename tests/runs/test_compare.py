@@ -194,6 +194,18 @@ def test_nothing_to_compare(tmp_path: Path) -> None:
         compare([record(tmp_path)], warmup=-1)
 
 
+def test_runs_that_are_all_warm_up_have_no_value_and_say_so(tmp_path: Path) -> None:
+    for seed, comm in enumerate(("bf16", "fp8")):
+        log_steps(record(tmp_path, f"comm={comm}"), steps=2, seed=seed)
+    found = compare(runs_of(tmp_path))
+    assert all(r.estimates[SPEED].value is None for r in found.rows)
+    assert any(note.startswith("tok/s/gpu, step s") and "--warmup N" in note for note in found.notes)
+    shown = compare(runs_of(tmp_path), warmup=0)
+    verdict = shown.rows[1].verdicts[SPEED]
+    assert verdict is not None
+    assert verdict.word == "too few steps"
+
+
 def test_many_fields_of_a_group_share_a_column(tmp_path: Path) -> None:
     log_steps(record(tmp_path))
     log_steps(record(tmp_path, "nccl=jupiter"))

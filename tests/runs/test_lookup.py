@@ -51,6 +51,8 @@ def test_a_hash_stands_for_all_its_runs_where_several_will_do(runs: Path) -> Non
     with pytest.raises(LookupFailed, match="3 runs, repeats of one experiment") as caught:
         find(runs, found)
     assert all(e.name in str(caught.value) for e in repeats)
+    assert find(runs, found, newest=True) == repeats[2].run
+    assert find(runs, repeats[1].name, newest=True) == repeats[1].run  # a name is still that run
 
 
 def test_a_prefix_of_several_experiments_is_refused(tmp_path: Path) -> None:
@@ -58,6 +60,8 @@ def test_a_prefix_of_several_experiments_is_refused(tmp_path: Path) -> None:
         record(tmp_path, f"nccl.max_ctas={ctas}")
     with pytest.raises(LookupFailed, match="fits 2 runs; type more of the name"):
         find_all(tmp_path, "max_ctas=1")
+    with pytest.raises(LookupFailed, match="fits 2 runs"):
+        find(tmp_path, "max_ctas=1", newest=True)
 
 
 def test_nothing_found_says_where_and_what_is_close(runs: Path, tmp_path: Path) -> None:
@@ -76,6 +80,13 @@ def test_nothing_found_says_where_and_what_is_close(runs: Path, tmp_path: Path) 
         find(runs, " ")
     with pytest.raises(LookupFailed, match=r"'x'.*\n.*'y'"):
         find_many(runs, ["x", "y"])
+
+
+def test_runs_of_one_millisecond_keep_the_order_of_their_sweep(tmp_path: Path) -> None:
+    made = [record(tmp_path, f"comm={comm}") for comm in ("fp8", "bf16")]
+    for run in made:
+        run.note(created_at="2026-01-01T00:00:00.000+00:00")
+    assert [e.run for e in entries(tmp_path)] == made
 
 
 def test_sweeps(runs: Path) -> None:
