@@ -12,6 +12,7 @@ Nothing is gathered, and so nothing quantised, when a group has one rank: FSDP t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +26,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from .fp8_quant import BLOCK, DTYPES, SCALE_BYTES, block_count, dequantise_into, quantise_into
 from .fsdp_groups import EXPERT_PARAMETERS, Group, Segment, groups, set_all_gather
+
+logger = logging.getLogger(__name__)
 
 # Parts of a message start on multiples of this, so that kernels can use their widest loads.
 _ALIGNMENT = 16
@@ -50,6 +53,11 @@ def apply_fp8_all_gather(model: nn.Module) -> int:
     for group in experts:
         if not isinstance(group.all_gather, FP8AllGather):
             set_all_gather(group, FP8AllGather.of(group))
+    if all(group.shards == 1 for group in experts):
+        logger.warning(
+            "comm.expert_all_gather=fp8 has no effect: each rank holds its experts whole (expert_parallel_degree = "
+            "data_parallel_shard_degree), so expert weights are never gathered"
+        )
     return len(experts)
 
 

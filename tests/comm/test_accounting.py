@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fp8_on_ranks
 import pytest
+import torch
 from ranks import run_ranks
 from sharded_moe import Case
 from torch import nn
@@ -88,3 +89,33 @@ def test_metrics_leave_out_what_was_not_called() -> None:
 )
 def test_estimate_of_bytes_sent(collective: str, sent: int) -> None:
     assert Traffic(1, 700).sent_bytes(Kind(Collective(collective), "dense", "float32", 4)) == sent
+
+
+def test_routed_tokens_are_counted_in_forward_and_their_gradients_in_backward() -> None:
+    class Mesh:
+        def size(self) -> int:
+            return 2
+
+    class Dispatcher:
+        ep_mesh = Mesh()
+
+        def _dispatch_token_exchange(self, tokens: torch.Tensor, received: int) -> torch.Tensor:
+            return tokens.repeat(2, 1)[:received]
+
+        def _combine_token_exchange(self, tokens: torch.Tensor, received: int) -> torch.Tensor:
+            return tokens[:received]
+
+    model = nn.Linear(2, 2)
+    model.token_dispatcher = dispatcher = Dispatcher()
+    counter = CollectiveCounter()
+    counter.install(model)
+    tokens = torch.randn(10, 4, dtype=torch.bfloat16, requires_grad=True)
+    dispatcher._combine_token_exchange(
+        dispatcher._dispatch_token_exchange(tokens, 12) * 2, 10
+    ).sum().backward()
+    counts = counter.take()
+    # 10 tokens out, 12 back, then the gradients of 10 and of 12; 4 values of 2 bytes each
+    assert counts == {
+        Kind(Collective.all_to_all, "tokens", "bfloat16", 2): Traffic(4, (10 + 12 + 10 + 12) * 8)
+    }
+    assert step_metrics(counts) == {"comm/all_to_all_gib": 352 / 2**30}
