@@ -19,6 +19,8 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from europa_exp.config import counts, schema
+from europa_exp.cpu.attention import DocumentAttention
+from europa_exp.cpu.linear import Float32Linear
 from europa_exp.model.decoder import EuropaModel, NoPositions, Rotary
 from europa_exp.model.initialisation import TruncatedNormal
 
@@ -104,8 +106,6 @@ def _attention(model: schema.Model, device_type: str, *, rotary: bool, long: boo
 
 def _inner_attention(model: schema.Model, device_type: str) -> Module.Config:
     if device_type == "cpu":
-        from europa_exp.cpu.attention import DocumentAttention
-
         return DocumentAttention.Config()
     return get_attention_config(model.attention_backend.value)
 
@@ -121,8 +121,6 @@ def _experts(model: schema.Model, device_type: str) -> Module.Config:
         route_norm=model.normalize_top_k,
     )
     if device_type == "cpu":
-        from europa_exp.cpu.linear import Float32Linear
-
         router.gate = Float32Linear.Config(
             in_features=model.dim, out_features=model.n_experts, param_init={"weight": std}
         )
