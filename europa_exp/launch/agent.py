@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from europa_exp.config.schema import Config
 from europa_exp.launch import environment, processes
@@ -136,7 +137,8 @@ class Agent:
         return outcome
 
     def _ranks_for(self, cfg: Config) -> Ranks:
-        forked = cfg.cluster.preload and not self._devices
+        # A CUDA context does not survive a fork, and macOS' own libraries don't either.
+        forked = cfg.cluster.preload and not self._devices and sys.platform.startswith("linux")
         key = (forked, environment.at_import(cfg))
         if self._ranks is not None and key == self._key:
             return self._ranks
@@ -163,7 +165,7 @@ class Agent:
             self._log(run, f"the state can't be recorded: {error}")
 
     def _record(self, run: RunFolder, outcome: Outcome) -> None:
-        fields: dict[str, object] = {}
+        fields: dict[str, Any] = {}
         if outcome.error is not None:
             fields["error"] = outcome.error
         if outcome.exit_codes:

@@ -215,7 +215,7 @@ def failure_text(row: Row) -> str:
     """Why a run failed, for the screen: the rank, the error, the end of its traceback, where the rest is."""
     error = row.status.error or {}
     rank = error.get("rank")
-    kind, message = error.get("type", "failed"), str(error.get("message") or "")
+    kind, message = error.get("type", "failed"), _first_line(str(error.get("message") or ""))
     if rank is None:
         head = f"{row.run.name} failed: {message or kind}"
         log = row.run.launcher_log
@@ -280,6 +280,11 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _first_line(text: str, longest: int = 300) -> str:
+    line = text.strip().partition("\n")[0]
+    return line if len(line) <= longest else line[:longest] + "..."
 
 
 def _relative(path: Path) -> str:

@@ -209,11 +209,17 @@ class _LocalJob:
         from europa_exp.launch.agent import STOP_FILE
 
         # The file first: an agent that does not listen yet looks for it when it begins to.
-        with contextlib.suppress(OSError):
+        try:
             (self.folder / STOP_FILE).touch()
+            told = True
+        except OSError:
+            told = False
         pid = self.agent_pid()
         if pid is not None and self.active():
             processes.send(pid, signal.SIGTERM)
+        elif not told and (controller := self._controller()) is not None:
+            # A full disk leaves no file of either side; submitit's controller forwards the signal.
+            controller.terminate()
 
     def kill(self) -> None:
         """End everything now. The ranks die with the agent."""
@@ -277,6 +283,8 @@ class _Stops:
 
     def __enter__(self) -> _Stops:
         for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is signal.SIG_IGN:
+                continue  # a shell's background job, or nohup: somebody wants it ignored
             # Signal handlers can be set in the main thread only; elsewhere the caller's stay.
             with contextlib.suppress(ValueError):
                 self._before[number] = signal.signal(number, self._on_signal)

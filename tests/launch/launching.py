@@ -73,7 +73,7 @@ def command(runs_dir: Path, entry: str, *configs: Config, preload: str = "", **e
     arguments = [str(runs_dir), f"rank_targets:{entry}", preload, *paths]
     return subprocess.Popen(
         [sys.executable, str(HERE / "submit_points.py"), *arguments],
-        env=environ(EUROPA_TEST=str(runs_dir.parent), **env),
+        env=environ(**{"EUROPA_TEST": str(runs_dir.parent), **env}),
         cwd=runs_dir.parent,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -300,3 +300,20 @@ def test_runs_of_a_job_that_starts_twice_are_not_run_again(tmp_path):
         check=True,
     )
     assert done.stdout.strip() == "{'run0': 'cancelled'}"
+
+
+@pytest.mark.slow
+def test_ctrl_c_reaches_the_job_when_no_file_can_be_written(tmp_path):
+    """As on a full disk: neither the agent's file nor the one that asks it to stop exists."""
+    runs_dir = tmp_path / "runs"
+    (tmp_path / "sitecustomize.py").write_text(
+        "from europa_exp.launch import agent\nagent.AGENT_FILE = agent.STOP_FILE = 'no/such/place'\n"
+    )
+    path = os.pathsep.join([str(tmp_path), environ()["PYTHONPATH"]])
+    p = command(runs_dir, "sleep_for_ever", config(), PYTHONPATH=path)
+    up(runs_dir)
+    os.killpg(p.pid, signal.SIGINT)
+    out = finish(p, 30)
+    assert p.returncode == 130, out
+    assert states(runs_dir) == {"run0": "cancelled"}
+    until(lambda: not mentioning(str(tmp_path)), 10)
