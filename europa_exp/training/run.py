@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from typing import Any
@@ -37,21 +36,22 @@ def train(cfg: schema.Config, run: RunFolder, runtime: dict[str, Any]) -> None:
     is_first = int(os.environ["RANK"]) == 0
     if is_first:
         _write_runtime(run, cfg, runtime)
-    trainer, counter = build_trainer(cfg, run.path)
+    # W&B starts in a thread of its own while the trainer is built.
     tracker = open_tracker(run, cfg) if is_first else None
+    writer = MetricsWriter(run.metrics_file) if is_first else None
     exit_code = 1
     try:
-        sinks: list[Sink] = []
-        if tracker is not None:
-            writer = MetricsWriter(run.path / "metrics.jsonl")
-            sinks = [writer.write, tracker.log]
+        trainer, counter = build_trainer(cfg, run.path)
+        sinks: list[Sink] = [] if writer is None or tracker is None else [writer.write, tracker.log]
         trainer.metrics_processor.attach(sinks, lambda: step_metrics(counter.take()))
         trainer.train()
+        trainer.close()
         exit_code = 0
     finally:
+        if writer is not None:
+            writer.close()
         if tracker is not None:
             tracker.finish(exit_code)
-    trainer.close()
     dist.destroy_process_group()
 
 
@@ -74,4 +74,4 @@ def _write_runtime(run: RunFolder, cfg: schema.Config, runtime: dict[str, Any]) 
     if device_type != "cpu":
         record["device_name"] = torch.get_device_module(device_type).get_device_name()
         record["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if device_type == "cuda" else None
-    (run.path / "runtime.json").write_text(json.dumps(record, indent=2) + "\n")
+    run.write_runtime(record)
