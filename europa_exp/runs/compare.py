@@ -437,7 +437,7 @@ def _notes(
     if bases:
         rows_held = sum(1 for row in rows if not row.baseline)
         notes.append(
-            f"± is the spread over steps (one run) or between runs (n > 1). A verdict means more than noise: at most {ALPHA:.0%}"
+            f"± is the spread over steps (one run) or between runs (n > 1). A verdict means more than noise: about {ALPHA:.0%}"
             f" chance that a column of {rows_held} verdict{'s' if rows_held > 1 else ''} holds one that is luck."
         )
     if bases & {"steps", "paired steps"}:
