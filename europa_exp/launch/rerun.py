@@ -79,7 +79,7 @@ def find_record(text: str, runs_dir: str | Path) -> Record:
     of_wandb, tried = is_wandb(text), ""
     if not (of_wandb and Path(text).exists()):
         try:
-            run = find(runs_dir, text)
+            run = find(runs_dir, text, newest=True)
             return Record(run.name, io.from_yaml(run.config_text(), label=run.name), run.provenance())
         except (LookupFailed, RunFolderError) as e:
             if not of_wandb:

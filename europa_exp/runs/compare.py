@@ -442,7 +442,8 @@ def _notes(
         )
     if bases & {"steps", "paired steps"}:
         notes.append(
-            "Verdicts on single runs can't see the noise between runs; launch.repeat=3 adds repeats."
+            "?: more than the noise between steps, but single runs can't see the noise between runs; "
+            "launch.repeat=3 adds repeats."
         )
     if "needs repeats" in words:
         notes.append("needs repeats: steps don't show this quantity's noise, repeats do (launch.repeat=3).")

@@ -86,7 +86,6 @@ QUANTITIES: dict[str, Quantity] = {
 
 DEFAULT = (
     "throughput/tokens_per_second_per_gpu",
-    "time/step_s",
     "memory/peak_reserved_gib",
     "memory/peak_host_gib",
     "comm/all_gather_gib",

@@ -87,7 +87,7 @@ def value_text(estimate: Estimate) -> str:
 
 
 def verdict_text(verdict: Verdict | None) -> str:
-    """``+5.2% faster``; ``–`` without a verdict."""
+    """``+5.2% faster``, with a question mark where single runs say so; ``–`` without a verdict."""
     if verdict is None:
         return ABSENT
     if verdict.word == "equal":
@@ -95,7 +95,9 @@ def verdict_text(verdict: Verdict | None) -> str:
     if verdict.percent is None:
         return verdict.word
     percent = f"{verdict.percent:+.{1 if abs(verdict.percent) >= 1 else 2}f}%"
-    return f"{percent.replace('-', '−')} {verdict.word}"
+    # Steps of one run know nothing of the noise between runs: such a verdict is a question, repeats answer it.
+    doubt = "?" if verdict.outside_noise and verdict.basis in ("steps", "paired steps") else ""
+    return f"{percent.replace('-', '−')} {verdict.word}{doubt}"
 
 
 def field_text(value: Any) -> str:
