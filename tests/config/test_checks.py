@@ -113,7 +113,7 @@ BAD = [
     (["training.steps=123456789012345678901234567890"], "training.steps", ["64 bits"]),
     (["training.global_batch_size=12"], "training.global_batch_size", ["2 x 4 data-parallel ranks = 8", "8 or 16"]),
     (["training.global_batch_size=3"], "training.global_batch_size", ["Take 8"]),
-    (["training.loss_chunks=3"], "training.loss_chunks", ["256 % 3 = 1", "1, 2, 4"]),
+    (["training.loss_chunks=3"], "training.loss_chunks", ["128 % 3 = 2", "1, 2, 4"]),
     (["training.checkpoint_keep=3"], "training.checkpoint_keep", ["training.checkpoint_every=0"]),
     (["training.checkpoint_every=1", "training.checkpoint_keep=1"], "training.checkpoint_keep", ["at least 2"]),
     (["training.initial_checkpoint=nowhere"], "training.initial_checkpoint", ["no such folder", "step-100"]),
@@ -255,7 +255,7 @@ EUROPA = (
 def test_a_model_too_large_for_this_machine_is_refused_with_the_numbers(found, monkeypatch):
     monkeypatch.setattr(memory, "machine_bytes", lambda: 16 * 2**30)
     problem = found("model=europa_1t")["model.flavor"]
-    assert "its 4 ranks need at least 14,233 GiB" in problem.rule
+    assert "its 4 ranks need at least 14,232 GiB" in problem.rule
     assert "this machine has 16 GiB" in problem.rule
     assert "model=debug" in problem.way_out
 

@@ -279,16 +279,16 @@ def spoiled(tmp_path: Path, file: str, old: str, new: str) -> Path:
     [
         (
             "conf/training/default.yaml",
-            "steps: 20",
-            "steps: 20\nsteps: 30",
+            "steps: 16",
+            "steps: 16\nsteps: 30",
             ["default.yaml", "duplicate", "steps"],
         ),
-        ("conf/training/default.yaml", "steps: 20", "steps: ???", ["training.steps", "needs a value"]),
-        ("conf/training/default.yaml", "steps: 20", "steps: ${training.stepz}", ["training.steps", "stepz"]),
-        ("conf/training/default.yaml", "steps: 20", "steps: ${training.steps}", ["training.steps"]),
-        ("conf/training/default.yaml", "steps: 20", "stepz: 20", ["stepz", "training/default"]),
-        ("conf/training/default.yaml", "steps: 20", "steps: many", ["training/default", "many"]),
-        ("conf/training/default.yaml", "steps: 20", "steps: [20", ["default.yaml"]),
+        ("conf/training/default.yaml", "steps: 16", "steps: ???", ["training.steps", "needs a value"]),
+        ("conf/training/default.yaml", "steps: 16", "steps: ${training.stepz}", ["training.steps", "stepz"]),
+        ("conf/training/default.yaml", "steps: 16", "steps: ${training.steps}", ["training.steps"]),
+        ("conf/training/default.yaml", "steps: 16", "stepz: 16", ["stepz", "training/default"]),
+        ("conf/training/default.yaml", "steps: 16", "steps: many", ["training/default", "many"]),
+        ("conf/training/default.yaml", "steps: 16", "steps: [16", ["default.yaml"]),
     ],
 )
 def test_broken_files_in_conf(tmp_path, submitted, file, old, new, parts):
