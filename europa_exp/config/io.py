@@ -243,6 +243,8 @@ def convert(value: Any, hint: Any) -> Any:
         return {convert(k, key_hint): convert(v, value_hint) for k, v in value.items()}
     if isinstance(hint, enum.EnumMeta):
         members: dict[str, enum.Enum] = dict(hint.__members__)
+        if isinstance(value, bool):  # YAML's reading of choices that are called true and false
+            value = str(value).lower()
         if isinstance(value, str) and value in members:
             return members[value]
         raise Invalid(f"must be one of {', '.join(members)}", "Take one of these")

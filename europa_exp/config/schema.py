@@ -396,17 +396,38 @@ class Tracking:
 
 class Executor(Enum):
     local = "local"
+    slurm = "slurm"
+
+
+class MasterAddr(Enum):
+    first_host = "first_host"
+    first_host_ipv4 = "first_host_ipv4"
+    first_host_i = "first_host_i"
+    jupiter_interconnect = "jupiter_interconnect"
+    node_addr = "node_addr"
+
+
+class NumaBinding(Enum):
+    none = "none"
+    cpu = "cpu"
+    cpu_and_memory = "cpu_and_memory"
+
+
+class MemoryScope(Enum):
+    socket = "socket"
+    host = "host"
 
 
 @dataclass
 class Cluster:
-    """Where ranks run."""
+    """Where ranks run, and everything in which a site differs. What is personal (account, mail, paths) comes from a file of
+    your own (``europa doctor`` names it). Fields below ``env`` are for executor=slurm."""
 
     name: str = required()
     """Name of the site, for people and for comparisons."""
 
     executor: Executor = required()
-    """local: ranks are processes on this machine."""
+    """local: ranks are processes on this machine. slurm: each rank is a task of a Slurm job on parallelism.nodes nodes."""
 
     threads_per_rank: int = required(within="[1, inf)")
     """OMP_NUM_THREADS of a rank."""
@@ -423,8 +444,114 @@ class Cluster:
     env: dict[str, str] = knob({})
     """More environment variables of the ranks, set before torch is imported (allocator settings, for example)."""
 
+    account: str | None = knob(None)
+    """Slurm's --account: the budget that node-hours are charged to. Personal."""
+
+    needs_account: bool = knob(False)
+    """The site refuses jobs without an account, so a lacking one is refused before anything is submitted. Source: JSC's manual."""
+
+    partition: str | None = knob(None)
+    """Slurm's --partition; null leaves Slurm's default. Source: booster on Jupiter (JSC's manual)."""
+
+    time_limit: str | None = knob(None)
+    """Slurm's --time of one attempt, as text "HH:MM:SS" or "D-HH:MM:SS". Node-hours are counted with it."""
+
+    max_time_limit: str | None = knob(None)
+    """Longest time_limit that the partition takes, written like it. Source: 12 h on Jupiter's booster (JSC's manual)."""
+
+    gres: str | None = knob(None)
+    """Slurm's --gres per node, for example gpu:4; null asks for none."""
+
+    cpus_per_task: int | None = knob(None, within="[1, inf)")
+    """CPU cores per rank: sbatch's --cpus-per-task, and SRUN_CPUS_PER_TASK for srun, which doesn't inherit it. Source: 72 on
+    Jupiter, one Grace."""
+
+    srun_args: list[str] = knob(())
+    """More arguments of srun, one a list entry, for example --cpu-bind=verbose. Exit codes don't depend on them."""
+
+    sbatch_args: dict[str, str] = knob({})
+    """Any other #SBATCH option by its long name without dashes, for example +cluster.sbatch_args.qos=debug."""
+
+    modules: list[str] = knob(())
+    """Environment modules that the job script loads, in this order. Software, like the version of torch: it is recorded, but
+    not part of the identity."""
+
+    setup: list[str] = knob(())
+    """Shell lines of the job script before srun, after the modules; on the first node only."""
+
+    comment: str | None = knob(None)
+    """Slurm's --comment. On Jupiter it sets power and clocks of the nodes, for example "CPU_POWER_CAP=...;THP=never": part of
+    the identity."""
+
+    exclude: str | None = knob(None)
+    """Slurm's --exclude: nodes that the job must not get."""
+
+    nodelist: str | None = knob(None)
+    """Slurm's --nodelist: nodes that the job must get."""
+
+    switches: str | None = knob(None)
+    """Slurm's --switches: most leaf switches, and how long to wait for that, for example 1@02:00:00."""
+
+    mail_user: str | None = knob(None)
+    """Slurm's --mail-user. Personal."""
+
+    mail_type: str | None = knob(None)
+    """Slurm's --mail-type, for example END,FAIL. Personal."""
+
+    master_addr: MasterAddr = knob(MasterAddr.first_host)
+    """How ranks address the node of rank 0: first_host its name as Slurm lists it; first_host_ipv4 the IPv4 address that the
+    name resolves to; first_host_i the name and an i (InfiniBand names on JUWELS); jupiter_interconnect
+    <name>-interconnect-1.jupiter.internal; node_addr what scontrol calls NodeAddr."""
+
+    network_interface: str | None = knob(None)
+    """GLOO_SOCKET_IFNAME: interface of gloo, for example ib0; null leaves gloo's choice. NCCL's is nccl.socket_ifname."""
+
+    numa_binding: NumaBinding = knob(NumaBinding.none)
+    """Bind local rank i to NUMA node i with numactl: its cpu, or cpu_and_memory. Source: --membind in the EUROPA post; part of the
+    identity, as it changes speed."""
+
+    numa_required: bool = knob(False)
+    """Stop a rank that can't be bound (no numactl, no such node, a node without CPUs). Off: it says why and runs unbound."""
+
+    offline: bool = knob(False)
+    """Nodes have no internet: HF_HUB_OFFLINE=1, and tracking.mode=online is refused."""
+
+    python: str | None = knob(None)
+    """Python interpreter on the nodes, an absolute path; null is the one that submits."""
+
+    requeue: bool = knob(False)
+    """Slurm may start the job again under the same number (--requeue): after its time limit, a failed node, preemption. Off:
+    --no-requeue, and dependent jobs continue the run."""
+
+    max_attempts: int = knob(1, within="[1, 100]")
+    """Most attempts of one run, the first included."""
+
+    signal_margin_s: int = knob(0, within="[0, 65535]")
+    """Seconds before the time limit at which ranks are told to save and stop (sbatch --signal=USR2@margin); 0 tells nobody."""
+
+    memory_floor_gib: float | None = knob(None, within="(0, inf)")
+    """Least free plus reclaimable host memory in GiB that a rank's socket (or host, see memory_floor_scope) must have at the start; below
+    it the job names the nodes, leaves them out and starts again. Source: the EUROPA post saw 72.7 to 119.7 GiB free a socket."""
+
+    memory_floor_scope: MemoryScope = knob(MemoryScope.socket)
+    """What memory_floor_gib is compared with: the NUMA node (socket) of each local rank, or the whole host."""
+
+    inside_allocation: bool = knob(False)
+    """Run with srun inside the allocation that this shell holds (salloc), instead of asking sbatch for one."""
+
 
 # --------------------------------------------------------------------------------------------------------- launch
+
+
+class Preview(Enum):
+    """What `launch.preview` shows. False as a condition where nothing is to be shown."""
+
+    false = "false"
+    true = "true"
+    script = "script"
+
+    def __bool__(self) -> bool:
+        return self is not Preview.false
 
 
 @dataclass
@@ -434,8 +561,9 @@ class Launch:
     runs_dir: str = required()
     """Folder of run folders; relative to where the command was typed."""
 
-    preview: bool = knob(False)
-    """Print the points (name, hash, what differs, ranks) and submit nothing."""
+    preview: Preview = knob(Preview.false)
+    """true: print the points (name, hash, what differs, ranks, nodes, node-hours) and submit nothing. script: print the job
+    script of each shape of job, as Slurm would get it."""
 
     repeat: int = knob(1, within="[1, 1000]")
     """Runs of each identity, for error bars."""
@@ -445,6 +573,27 @@ class Launch:
 
     sweep_name: str | None = knob(None)
     """Name of the sweep that the runs of this call belong to; without it the sweep file's name or what is varied, and a time."""
+
+    detach: bool = knob(False)
+    """Return as soon as Slurm has the jobs, and say what to type next; without it the call follows them. executor=slurm only."""
+
+    max_node_hours: float | None = knob(None, within="(0, inf)")
+    """Refuse a call whose jobs could use more node-hours than this: nodes x time limit, over all points."""
+
+    points_per_job: int = knob(1, within="[1, inf)")
+    """Points that run in turn inside one Slurm job, on the same nodes: one wait in the queue, and no differences between nodes."""
+
+    throttle: int | None = knob(None, within="[1, inf)")
+    """Most tasks of a Slurm array that run at once; null is no limit but Slurm's."""
+
+    max_array_size: int | None = knob(None, within="[2, inf)")
+    """Slurm's MaxArraySize (the largest index is one less); larger sweeps become several arrays. null asks scontrol."""
+
+    dependency: str | None = knob(None)
+    """Slurm's --dependency of every job of the call, for example afterok:123456."""
+
+    snapshot: bool = knob(False)
+    """Freeze the code beside the configuration; the job imports that, so edits after the submission change nothing."""
 
 
 # ----------------------------------------------------------------------------------------------------------- root
@@ -486,6 +635,33 @@ IDENTITY_EXCLUDES: frozenset[str] = frozenset(
         "cluster.preload",
         "cluster.device_memory_gib",
         "cluster.host_memory_gib",
+        "cluster.account",
+        "cluster.needs_account",
+        "cluster.partition",
+        "cluster.time_limit",
+        "cluster.max_time_limit",
+        "cluster.gres",
+        "cluster.cpus_per_task",
+        "cluster.srun_args",
+        "cluster.sbatch_args",
+        "cluster.modules",
+        "cluster.setup",
+        "cluster.exclude",
+        "cluster.nodelist",
+        "cluster.switches",
+        "cluster.mail_user",
+        "cluster.mail_type",
+        "cluster.master_addr",
+        "cluster.network_interface",
+        "cluster.numa_required",
+        "cluster.offline",
+        "cluster.python",
+        "cluster.requeue",
+        "cluster.max_attempts",
+        "cluster.signal_margin_s",
+        "cluster.memory_floor_gib",
+        "cluster.memory_floor_scope",
+        "cluster.inside_allocation",
     }
 )
 """Fields and groups that can't change a result and are no part of a run's identity. Everything else is."""

@@ -89,7 +89,8 @@ def normalize(text: str) -> str:
     """Spare people two oddities of Hydra's grammar.
 
     An entry of a free mapping (``nccl.extra.NCCL_ALGO=Ring``) needs no ``+``; a text field takes what was typed, where
-    Hydra would read a number or a boolean and write it differently (``1e3`` as ``1000.0``, ``true`` as ``True``).
+    Hydra would read a number or a boolean and write it differently (``1e3`` as ``1000.0``, ``true`` as ``True``); so does a
+    choice that is called ``true``.
     """
     prefix, key, raw = split(text)
     if raw is None or prefix == "~":
@@ -97,7 +98,7 @@ def normalize(text: str) -> str:
     if free_mapping(key):
         prefix = "++"
     hint = hint_of(key)
-    if hint is not None and takes_text(hint):
+    if hint is not None and (takes_text(hint) or "true" in getattr(hint, "__members__", ())):
         try:
             value = parse(text)._value
         except Exception:

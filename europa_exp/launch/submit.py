@@ -107,6 +107,10 @@ def _refuse(points: Sequence[Point]) -> None:
             rule = f"this looks like a secret ({kind}), and the configuration is recorded and shared"
             way_out = "Put it into the environment of the shell, where W&B and Hugging Face look for theirs"
             problems.append((point.name, Problem(dotted, "<hidden>", rule, way_out)))
+        if point.cfg.cluster.executor is schema.Executor.slurm:
+            rule = "this version composes and previews for Slurm, and can't submit there yet"
+            way_out = "Use launch.preview=script, or cluster=local"
+            problems.append((point.name, Problem("cluster.executor", "slurm", rule, way_out)))
         layout = point.cfg.parallelism
         world = layout.nodes * layout.gpus_per_node
         if devices and point.cfg.cluster.executor is schema.Executor.local and world > len(devices):
