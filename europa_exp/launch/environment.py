@@ -27,6 +27,13 @@ _FOREIGN = re.compile(
     r"(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_\w+|NODE_RANK|MASTER_ADDR|MASTER_PORT"
     r"|OMP_NUM_THREADS|(TORCHELASTIC|PET|SLURM|SBATCH|SRUN|PMI|PMIX|OMPI|HYDRA|SUBMITIT)_\w+|EUROPA_VISIBLE_DEVICES)"
 )
+# Slurm's own settings for its commands; without them a site with its configuration elsewhere is not found.
+_OF_THE_SITE = ("SLURM_CONF", "SLURM_CONF_SERVER")
+# Devices that a job or a container gave to the shell that submits, and the container's own settings.
+_OF_THE_SHELL = re.compile(
+    r"(CUDA|NVIDIA|HIP|ROCR)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK|(SALLOC|SRUN|SQUEUE|SACCT|SCANCEL)_\w+"
+    r"|(APPTAINER|APPTAINERENV|SINGULARITY|SINGULARITYENV|PALS|FLUX)_\w+"
+)
 # They can change a result or a speed, so they belong into the configuration, where the record sees them.
 _UNRECORDED = re.compile(r"(NCCL|GLOO|MIMALLOC|TORCH_NCCL)_\w+|PYTORCH_(CUDA_|HIP_|)ALLOC_CONF")
 
@@ -86,6 +93,15 @@ def inherited(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
         elif not _FOREIGN.fullmatch(name):
             kept[name] = value
     return kept, sorted(left_out)
+
+
+def for_submission(environ: Mapping[str, str]) -> dict[str, str]:
+    """What Slurm's commands, and through sbatch the job, take over from the shell that submits."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in _OF_THE_SITE or not (_FOREIGN.fullmatch(name) or _OF_THE_SHELL.fullmatch(name))
+    }
 
 
 def at_import(cfg: Config) -> dict[str, str]:

@@ -1,0 +1,208 @@
+"""What Slurm is asked for: the parameters of a job, its script as text, its cost, and a clean environment for asking.
+
+submitit writes the script. The same executor that submits also gives the text, so what is shown is what Slurm gets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from europa_exp.config import walltime
+from europa_exp.config.schema import Cluster, Config, Launch, NumaBinding
+from europa_exp.launch import environment
+
+if TYPE_CHECKING:
+    from submitit import AutoExecutor
+
+    from europa_exp.launch.points import Point
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The folder that `europa_exp` is imported from."""
+
+NUMA_SCRIPT = Path("europa_exp/launch/numa_bind.sh")
+"""Relative to the code that the job imports."""
+
+_NO_LIMIT_MIN = 60 * 24 * 365
+
+
+def minutes(cluster: Cluster) -> int:
+    """The time limit in minutes; inside an allocation, whose own limit counts, a year."""
+    return walltime.minutes(cluster.time_limit) if cluster.time_limit else _NO_LIMIT_MIN
+
+
+def sbatch_parameters(cfg: Config, launch: Launch, *, name: str, code: Path | None = None) -> dict[str, Any]:
+    """What ``AutoExecutor.update_parameters`` gets for jobs that run this configuration (or others of its shape).
+
+    ``name`` is the job's name; ``code`` the folder that the job imports `europa_exp` from, without it this one.
+    """
+    cluster, layout = cfg.cluster, cfg.parallelism
+    more: dict[str, Any] = {"requeue" if cluster.requeue else "no-requeue": True}
+    more |= {"switches": cluster.switches} if cluster.switches else {}
+    for option, value in cluster.sbatch_args.items():
+        more[option.replace("_", "-")] = True if value in ("", "true") else value
+    srun = ["--kill-on-bad-exit=1"]
+    if cluster.inside_allocation:
+        ranks = layout.nodes * layout.gpus_per_node
+        srun += [f"--nodes={layout.nodes}", f"--ntasks={ranks}", f"--ntasks-per-node={layout.gpus_per_node}"]
+        srun += [f"--gres={cluster.gres}"] if cluster.gres else []
+    parameters = {
+        "name": name,
+        "nodes": layout.nodes,
+        "tasks_per_node": layout.gpus_per_node,
+        "timeout_min": minutes(cluster),
+        "cpus_per_task": cluster.cpus_per_task,
+        "slurm_account": cluster.account,
+        "slurm_partition": cluster.partition,
+        "slurm_gres": cluster.gres,
+        "slurm_comment": cluster.comment,
+        "slurm_exclude": cluster.exclude,
+        "slurm_nodelist": cluster.nodelist,
+        "slurm_mail_user": cluster.mail_user,
+        "slurm_mail_type": cluster.mail_type,
+        "slurm_dependency": launch.dependency,
+        # submitit always writes --signal and --array=...%n, and has defaults of its own for both.
+        "slurm_signal_delay_s": cluster.signal_margin_s,
+        "slurm_array_parallelism": launch.throttle or 1_000_000,
+        "slurm_setup": _setup(cluster, code or ROOT),
+        "slurm_srun_args": [*srun, *cluster.srun_args],
+        "slurm_additional_parameters": more,
+    }
+    return {key: value for key, value in parameters.items() if value is not None}
+
+
+def _setup(cluster: Cluster, code: Path) -> list[str]:
+    """Shell lines before srun."""
+    lines = []
+    if cluster.modules:
+        lines.append("# A job's shell knows the command only if the submitting shell exports it.")
+        lines.append("type module >/dev/null 2>&1 || . /etc/profile")
+    for name in cluster.modules:
+        failed = f'{{ echo "cluster.modules: failed to load {name} on $(uname -n)" >&2; exit 1; }}'
+        lines.append(f"module load {name} || {failed}")  # the checks keep the names free of shell syntax
+    lines += cluster.setup
+    if cluster.cpus_per_task:
+        lines.append(f"export SRUN_CPUS_PER_TASK={cluster.cpus_per_task}  # srun doesn't inherit it")
+    path = shlex.quote(str(code))
+    lines.append(f'export PYTHONPATH={path}"${{PYTHONPATH:+:$PYTHONPATH}}"')
+    return lines
+
+
+def python_command(cluster: Cluster, code: Path | None = None) -> str:
+    """What starts a rank's interpreter, as shell words: the NUMA binding (see ``numa_bind.sh``), then Python."""
+    python = shlex.split(cluster.python) if cluster.python else [sys.executable]
+    if cluster.numa_binding is NumaBinding.none:
+        return shlex.join(python)
+    otherwise = "stop" if cluster.numa_required else "go_on"
+    script = str((code or ROOT) / NUMA_SCRIPT)
+    return shlex.join(["bash", script, cluster.numa_binding.name, otherwise, *python])
+
+
+# ----------------------------------------------------------------------------------------------------------- submitit
+
+
+def make_executor(
+    cfg: Config, launch: Launch, *, folder: str | Path, name: str, code: Path | None = None
+) -> AutoExecutor:
+    """submitit's executor with all that `sbatch_parameters` says; jobs leave their files in ``folder``.
+
+    It can be made, and asked for its script, on a machine without Slurm; submitting needs ``sbatch`` on PATH.
+    """
+    from unittest import mock
+
+    import submitit
+    from submitit.slurm.slurm import SlurmExecutor
+
+    python = python_command(cfg.cluster, code)
+    with contextlib.ExitStack() as stack:
+        if shutil.which("srun") is None:  # submitit then refuses to make one
+            stack.enter_context(mock.patch.object(SlurmExecutor, "affinity", classmethod(lambda cls: 1)))
+        executor = submitit.AutoExecutor(folder=str(folder), cluster="slurm", slurm_python=python)
+    executor.update_parameters(**sbatch_parameters(cfg, launch, name=name, code=code))
+    return executor
+
+
+def executor_text(executor: AutoExecutor, n_jobs: int = 1) -> str:
+    """The script that this executor hands to sbatch for ``n_jobs`` jobs (several make one array).
+
+    submitit has no public name for it; this is the only place that uses its private ones.
+    """
+    slurm: Any = executor._executor
+    before = dict(slurm.parameters)
+    try:
+        if n_jobs > 1:
+            slurm.parameters["map_count"] = n_jobs
+        text: str = slurm._make_submission_file_text(slurm._submitit_command_str, "")
+    finally:
+        slurm.parameters.clear()
+        slurm.parameters.update(before)
+    return text
+
+
+def script_text(
+    cfg: Config,
+    launch: Launch,
+    *,
+    folder: str | Path | None = None,
+    name: str = "europa",
+    n_jobs: int = 1,
+    code: Path | None = None,
+) -> str:
+    """The job script of a configuration as submitit hands it to sbatch; ``folder`` is where submitit's files go."""
+    place = Path(launch.runs_dir).absolute() / ".submitit" if folder is None else folder
+    return executor_text(make_executor(cfg, launch, folder=place, name=name, code=code), n_jobs)
+
+
+# --------------------------------------------------------------------------------------------------- shapes and cost
+
+
+def shape(cfg: Config, launch: Launch) -> str:
+    """Equal for configurations that can share one script, and so one array."""
+    return repr((sbatch_parameters(cfg, launch, name=""), python_command(cfg.cluster)))
+
+
+def by_shape(points: Sequence[Point]) -> list[list[Point]]:
+    """Points in groups of one shape, in the order of the call."""
+    groups: dict[str, list[Point]] = {}
+    for point in points:
+        groups.setdefault(shape(point.cfg, point.cfg.launch), []).append(point)
+    return list(groups.values())
+
+
+def hours_per_job(cfg: Config) -> float:
+    """Node-hours that one job of this configuration is charged at most for one attempt: nodes x time limit."""
+    return cfg.parallelism.nodes * minutes(cfg.cluster) / 60 if cfg.cluster.time_limit else 0.0
+
+
+def node_hours(points: Sequence[Point]) -> float:
+    """Node-hours of all jobs of these points, one attempt each, if all use their whole time limit."""
+    total = 0.0
+    for group in by_shape(points):
+        jobs = -(-len(group) // group[0].cfg.launch.points_per_job)
+        total += jobs * hours_per_job(group[0].cfg)
+    return total
+
+
+# -------------------------------------------------------------------------------------------------------- environment
+
+
+@contextlib.contextmanager
+def clean_environment() -> Iterator[None]:
+    """Call Slurm's commands in here: what another allocation, launcher or container left in this shell stays out.
+
+    sbatch passes the environment on to the job, and its SBATCH_* variables win over the script's own lines.
+    """
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(environment.for_submission(before))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
