@@ -12,7 +12,7 @@ import pytest
 from launching import CODE, command, config, environ, make_runs, mentioning, point, until
 
 from europa_exp.config.errors import ConfigError
-from europa_exp.launch import agent, environment, submit
+from europa_exp.launch import agent, dispatch, environment, submit
 from europa_exp.runs.folder import NewRun, RunFolder, RunFolderError, create_runs
 from europa_exp.runs.status import State
 
@@ -270,7 +270,7 @@ def test_a_job_that_can_not_start_leaves_nothing(tmp_path, launch, monkeypatch):
     def no_space(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(submit, "_LocalJob", no_space)
+    monkeypatch.setattr(dispatch, "LocalJob", no_space)
     with pytest.raises(RunFolderError, match="No space left"):
         submit.submit([point(config())], launch, sweep="s", command=["test"])
     assert not list((tmp_path / "runs").glob("run*"))
