@@ -1,11 +1,11 @@
 # make demo   set up, then run the six-run example and compare it
-# make test   set up, then run every test
+# make test   set up, then run every test; as root on Debian this installs Slurm for the tests on a virtual cluster
 # Both make .venv once and use it again. PYTHON chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup demo test test-fast lint format clean
+.PHONY: setup slurm demo test test-fast lint format clean
 
 setup: $(INSTALLED)
 
@@ -19,7 +19,10 @@ demo: $(INSTALLED)
 	$(BIN)/python launch.py -m comm=fp8,bf16 nccl.max_ctas=8,16,32
 	$(BIN)/europa compare
 
-test: $(INSTALLED)
+slurm:
+	@tests/slurm/cluster.sh install || echo "The tests on a virtual Slurm are skipped."
+
+test: $(INSTALLED) slurm
 	$(BIN)/python -m pytest
 
 test-fast: $(INSTALLED)

@@ -192,7 +192,7 @@ start() {
     wait_for 60 "$nodes idle nodes" bash -c "ready $nodes"
     trap - EXIT
     if [ -n "${OWNER:-}" ]; then
-        setsid "$BASH" "$SELF" watch "$DIR" "$OWNER" </dev/null >/dev/null 2>&1 &
+        setsid env --unset=SLURM_CONF "$BASH" "$SELF" watch "$DIR" "$OWNER" </dev/null >/dev/null 2>&1 &
     fi
 }
 
@@ -221,7 +221,9 @@ stop() {
 
 # Ends once the owner or the cluster has gone.
 watch() {
+    export -n SLURM_CONF # what this starts is no process of the cluster
     while [ -d "/proc/$1" ] && [ -d "$DIR" ] && [ -n "$(daemons munged)" ]; do sleep 5; done
+    export SLURM_CONF
     stop
 }
 
