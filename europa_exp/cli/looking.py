@@ -1,81 +1,18 @@
-"""The console script ``europa``: what was run, how it went, how it compares, and what can be set."""
+"""Verbs that look at what was recorded: list, show, compare, and fields, which explains what can be set."""
 
-# Typer reads the annotations at run time, and `europa --help` must not wait for anything else: each command imports its own.
-
-import functools
-import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from europa_exp.cli.base import ABSENT, RUNS, RunsDir, Sweep, command, duration, print_table
 
 if TYPE_CHECKING:
     from europa_exp.runs.folder import RunFolder
     from europa_exp.runs.lookup import Entry
 
-app = typer.Typer(
-    name="europa",
-    help="Look at recorded runs. They are started with `python launch.py`.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
-RunsDir = Annotated[
-    Path,
-    typer.Option("--runs-dir", envvar="EUROPA_RUNS_DIR", help="Folder of the run folders.", metavar="DIR"),
-]
-Sweep = Annotated[
-    str | None, typer.Option("--sweep", help="Only runs of this sweep (its name or a unique prefix).")
-]
-RUNS = Path("runs")
-ABSENT = "–"
-
-
-def _command(name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command whose expected errors are told in one message, without a traceback."""
-
-    def register(function: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(function)
-        def guarded(*args: Any, **kwargs: Any) -> None:
-            try:
-                function(*args, **kwargs)
-                sys.stdout.flush()
-            except BrokenPipeError:
-                # The reader of the pipe has seen enough; without this Python complains when it flushes at exit.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            except KeyboardInterrupt:
-                raise typer.Exit(130) from None
-            except Exception as error:
-                message = _message(error)
-                if message is None:
-                    raise
-                print(f"europa: {message}", file=sys.stderr)
-                raise typer.Exit(2) from None
-
-        app.command(name)(guarded)
-        return function
-
-    return register
-
-
-def _message(error: Exception) -> str | None:
-    """What to tell of an error that was to be expected; None for one that is a fault of the program."""
-    from europa_exp.config.errors import ConfigError
-    from europa_exp.runs.compare import CompareError
-    from europa_exp.runs.folder import RunFolderError
-    from europa_exp.runs.lookup import LookupFailed, brief
-
-    if isinstance(error, ConfigError):
-        return brief(error) if len(error.problems) == 1 else str(error)
-    return str(error) if isinstance(error, CompareError | RunFolderError | LookupFailed | OSError) else None
-
-
-@_command("list")
+@command("list")
 def list_command(
     runs_dir: RunsDir = RUNS,
     sweep: Sweep = None,
@@ -107,7 +44,7 @@ def list_command(
             file=sys.stderr,
         )
         return
-    _print_table(
+    print_table(
         ["run", "state", "started", "took", "step", "loss", "sweep"],
         [_listed(e) for e in found],
         [f"{e.name}: {problem}" for e in found for problem in e.problems()],
@@ -126,14 +63,14 @@ def _listed(entry: "Entry") -> list[str]:
         entry.name,
         entry.state,
         started[:16].replace("T", " ") or ABSENT,
-        _duration(status.started_at, status.ended_at),
+        duration(status.started_at, status.ended_at),
         str(row["step"]) if "step" in row else ABSENT,
         number(loss) if isinstance(loss, int | float) else ABSENT if loss is None else str(loss),
         entry.sweep or ABSENT,
     ]
 
 
-@_command()
+@command()
 def show(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A folder, a name, a unique prefix, or a hash.")],
     runs_dir: RunsDir = RUNS,
@@ -174,7 +111,7 @@ def _state(entry: "Entry") -> list[tuple[str, str]]:
         if moment:
             found.append((label, moment[:19].replace("T", " ") + " UTC"))
     if status.started_at and status.ended_at:
-        found.append(("took", _duration(status.started_at, status.ended_at)))
+        found.append(("took", duration(status.started_at, status.ended_at)))
     bad = {rank: code for rank, code in status.exit_codes.items() if code != 0}
     if bad:
         found.append(("exit codes", ", ".join(f"rank {rank}: {code}" for rank, code in sorted(bad.items()))))
@@ -282,7 +219,7 @@ def _files(run: "RunFolder") -> list[tuple[str, str]]:
     return found + ([("W&B", "wandb/")] if run.wandb_dir.is_dir() else [])
 
 
-@_command()
+@command()
 def compare(
     runs: Annotated[
         list[str] | None,
@@ -340,7 +277,7 @@ def compare(
     show_table(found, format)
 
 
-@_command()
+@command()
 def fields(
     name: Annotated[
         str | None,
@@ -383,52 +320,3 @@ def _wrapped(text: str, indent: int, width: int) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def _duration(start: str | None, end: str | None) -> str:
-    from datetime import UTC, datetime
-
-    try:
-        seconds = (
-            (datetime.fromisoformat(end) if end else datetime.now(UTC)) - datetime.fromisoformat(start or "")
-        ).total_seconds()
-    except (ValueError, TypeError):
-        return ABSENT
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
-def _print_table(header: list[str], rows: list[list[str]], notes: list[str], styles: dict[str, str]) -> None:
-    """As wide as the terminal, or plain when nobody looks."""
-    if not sys.stdout.isatty():
-        widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
-        for line in [header, *rows]:
-            print("  ".join(text.ljust(w) for text, w in zip(line, widths)).rstrip())
-    else:
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        for i, name in enumerate(header):
-            table.add_column(name, overflow="fold", no_wrap=0 < i < len(header) - 1)
-        for line in rows:
-            table.add_row(*(Text(text, style=styles.get(text, "")) for text in line))
-        Console(highlight=False).print(table)
-    for note in notes:
-        print(f"! {note}")
-
-
-def main() -> None:
-    """Run the command line. Every expected error is one message on standard error and exit code 2."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            # A terminal without UTF-8 shows a question mark for a dash, which is better than nothing at all.
-            stream.reconfigure(errors="replace")
-    app()
-
-
-if __name__ == "__main__":
-    main()

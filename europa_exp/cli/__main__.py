@@ -1,0 +1,3 @@
+from europa_exp.cli import main
+
+main()
