@@ -46,6 +46,7 @@ class Composer:
         self._fixed = list(fixed)
         self._options: dict[str, list[str]] = {}
         self._bases: dict[tuple[str, ...], tuple[DictConfig, dict[str, str | None]]] = {}
+        self._personal: dict[str, dict[str, Any]] | None = None
 
     def options(self, group: str) -> list[str]:
         """Options of a group of `conf/`; empty for a name that is no group."""
@@ -70,11 +71,30 @@ class Composer:
             values = [p for p in parsed if not self.options(p.key_or_group) and p.key_or_group != "sweeps"]
             base, choices = self._base(groups)
             cfg = copy.deepcopy(base)
+            self._add_personal(cfg, choices.get("cluster"))
             apply_overrides(values, cfg)
         return Composition(cfg, choices)
 
+    def personal(self) -> dict[str, dict[str, Any]]:
+        """The user's own settings: cluster -> field -> value. Raises ConfigError for a file that is not right."""
+        from europa_exp.config import personal
+
+        if self._personal is None:
+            self._personal = personal.settings(self.options("cluster"))
+        return self._personal
+
+    def _add_personal(self, cfg: DictConfig, cluster: str | None) -> None:
+        from omegaconf import OmegaConf
+
+        for dotted, value in self.personal().get(cluster or "", {}).items():
+            OmegaConf.update(cfg, dotted, value)
+
     def default(self) -> Config | None:
-        """The composition that nothing was changed in, which names are relative to; None if `conf/` has none that resolves."""
+        """The composition that nothing was changed in, which names are relative to; None if `conf/` has none that resolves.
+
+        Raises ConfigError for personal settings that are not right, so that they are told once and not for every point.
+        """
+        self.personal()
         try:
             return resolve(self.compose([]).cfg)
         except ConfigError:
