@@ -1,4 +1,4 @@
-"""The table of points that ``launch.preview=true`` prints: nothing is submitted, nothing is written."""
+"""What ``launch.preview`` prints: the table of points and their cost, or the job scripts. Nothing is submitted or written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
 from europa_exp.config.errors import show as shown
+from europa_exp.config.schema import Executor, Preview
 from europa_exp.launch.fields import schema_order
 
 if TYPE_CHECKING:
@@ -13,32 +14,88 @@ if TYPE_CHECKING:
     from europa_exp.launch.points import Point
 
 COLUMNS = ("name", "hash", "what differs", "ranks", "runs")
+SLURM_COLUMNS = ("nodes", "node-hours")
+"""Beside `COLUMNS` where a point goes to Slurm; the hours of a row are those of all its runs."""
 
 
 def show(plan: Plan, stream: TextIO | None = None) -> None:
-    """Print one row a point: a table in a terminal, plain lines elsewhere."""
+    """Print one row a point, a table in a terminal and plain lines elsewhere; or the scripts, if those are asked for."""
     stream = stream or sys.stdout
+    if plan.points[0].cfg.launch.preview is Preview.script:
+        _scripts(plan, stream)
+        return
     rows = table(plan)
     common = _words(_common([p for p in plan.points if p.repeat == 0]))
+    columns = COLUMNS + (SLURM_COLUMNS if _on_slurm(plan) else ())
     if stream.isatty():
-        _rich(rows, stream)
+        _rich(columns, rows, stream)
     else:
-        _plain(rows, stream)
+        _plain(columns, rows, stream)
     if len(rows) > 1 and common:
         print(f"all: {common}", file=stream)
     left_out = f", {plan.excluded} left out by the sweep file" if plan.excluded else ""
     runs = "1 run" if len(plan.points) == 1 else f"{len(plan.points)} runs"
     sweep = f" of sweep {plan.sweep}" if plan.sweep else ""
+    for line in cost(plan.points):
+        print(line, file=stream)
     print(f"Preview of {runs}{sweep}{left_out}; nothing was submitted.", file=stream)
 
 
+def cost(points: list[Point]) -> list[str]:
+    """What these points cost on Slurm and what stands in their way there, in lines; nothing for runs on this machine."""
+    from europa_exp.config.rules.cluster import lacks_account
+    from europa_exp.launch import slurm
+
+    lines = []
+    for group in slurm.by_shape([p for p in points if p.cfg.cluster.executor is Executor.slurm]):
+        cfg, hours = group[0].cfg, slurm.node_hours(group)
+        jobs = slurm.n_jobs(group)
+        many = f"{jobs} jobs of" if jobs > 1 else "1 job of"
+        nodes = f"{cfg.parallelism.nodes} node{'s' if cfg.parallelism.nodes > 1 else ''}"
+        limit = f" for at most {cfg.cluster.time_limit}" if cfg.cluster.time_limit else ""
+        lines.append(f"{cfg.cluster.name}: {many} {nodes}{limit}, {hours_text(hours)} node-hours")
+    if len(lines) > 1:
+        lines.append(f"in all {hours_text(slurm.node_hours(points))} node-hours")
+    problem = slurm.too_expensive(points)
+    if problem is not None:
+        lines.append(f"This call would be refused: {problem}")
+    if names := sorted({p.cfg.cluster.name for p in points if lacks_account(p.cfg)}):
+        lines.append(f"cluster.account is missing, and {' and '.join(names)} takes no job without one.")
+    return lines
+
+
+def hours_text(hours: float) -> str:
+    """Node-hours with as many digits as matter."""
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
+
+
+def _on_slurm(plan: Plan) -> bool:
+    return any(p.cfg.cluster.executor is Executor.slurm for p in plan.points)
+
+
+def _scripts(plan: Plan, stream: TextIO) -> None:
+    """The job script of every shape; of a single one nothing else, so that it can be put into a file."""
+    from europa_exp.launch import slurm
+
+    groups = slurm.by_shape(plan.points)
+    for i, group in enumerate(groups, start=1):
+        first = group[0]
+        if len(groups) > 1:
+            names = ", ".join(dict.fromkeys(p.name for p in group))
+            print(f"# ======== script {i} of {len(groups)}, for {names}", file=stream)
+        name = plan.sweep or first.name
+        text = slurm.script_text(first.cfg, first.cfg.launch, name=name, n_jobs=slurm.n_jobs(group))
+        print(text, file=stream)
+
+
 def table(plan: Plan) -> list[tuple[str, ...]]:
-    """Rows of `COLUMNS`. What differs is relative to the other points, for a single point to the default composition."""
+    """Rows of `COLUMNS`, and of `SLURM_COLUMNS` if a point goes there. What differs is relative to the other points, for a single point to the default composition."""
     points = [p for p in plan.points if p.repeat == 0]
     common = _common(points) if len(points) > 1 else {}
     names = {k for p in points for k in p.delta if k not in common}
     fields = sorted(names, key=schema_order)
     rows: list[tuple[str, ...]] = []
+    on_slurm = _on_slurm(plan)
     for point in points:
         differs = {k: point.delta.get(k, _value(point, k)) for k in fields}
         p = point.cfg.parallelism
@@ -49,9 +106,19 @@ def table(plan: Plan) -> list[tuple[str, ...]]:
                 _words(differs) or "nothing (the default composition)",
                 str(p.nodes * p.gpus_per_node),
                 str(point.cfg.launch.repeat),
+                *(_slurm_cells(point) if on_slurm else ()),
             )
         )
     return rows
+
+
+def _slurm_cells(point: Point) -> tuple[str, str]:
+    from europa_exp.launch import slurm
+
+    launch, nodes = point.cfg.launch, str(point.cfg.parallelism.nodes)
+    if not point.cfg.cluster.time_limit:
+        return nodes, "the allocation's"
+    return nodes, hours_text(slurm.hours_per_job(point.cfg) * launch.repeat / launch.points_per_job)
 
 
 def _common(points: list[Point]) -> dict[str, Any]:
@@ -76,20 +143,20 @@ def _words(fields: dict[str, Any], most: int = 12) -> str:
     return " ".join(words[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _plain(rows: list[tuple[str, ...]], stream: TextIO) -> None:
-    lines = [COLUMNS, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+def _plain(columns: tuple[str, ...], rows: list[tuple[str, ...]], stream: TextIO) -> None:
+    lines = [columns, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     for line in lines:
         print("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip(), file=stream)
 
 
-def _rich(rows: list[tuple[str, ...]], stream: TextIO) -> None:
+def _rich(columns: tuple[str, ...], rows: list[tuple[str, ...]], stream: TextIO) -> None:
     from rich.console import Console
     from rich.table import Table
 
     out = Table()
-    for column in COLUMNS:
-        out.add_column(column, overflow="fold", justify="right" if column in ("ranks", "runs") else "left")
+    for column in columns:
+        out.add_column(column, overflow="fold", justify="left" if column in COLUMNS[:3] else "right")
     for row in rows:
         out.add_row(*(cell.replace("[", r"\[") for cell in row))
     Console(file=stream).print(out)

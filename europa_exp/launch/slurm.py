@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from europa_exp.config import walltime
+from europa_exp.config.errors import Problem
 from europa_exp.config.schema import Cluster, Config, Launch, NumaBinding
 from europa_exp.launch import environment
 
@@ -175,6 +176,11 @@ def by_shape(points: Sequence[Point]) -> list[list[Point]]:
     return list(groups.values())
 
 
+def n_jobs(points: Sequence[Point]) -> int:
+    """Jobs that points of one shape make: ``launch.points_per_job`` of them run in turn in each."""
+    return -(-len(points) // points[0].cfg.launch.points_per_job)
+
+
 def hours_per_job(cfg: Config) -> float:
     """Node-hours that one job of this configuration is charged at most for one attempt: nodes x time limit."""
     return cfg.parallelism.nodes * minutes(cfg.cluster) / 60 if cfg.cluster.time_limit else 0.0
@@ -182,11 +188,18 @@ def hours_per_job(cfg: Config) -> float:
 
 def node_hours(points: Sequence[Point]) -> float:
     """Node-hours of all jobs of these points, one attempt each, if all use their whole time limit."""
-    total = 0.0
-    for group in by_shape(points):
-        jobs = -(-len(group) // group[0].cfg.launch.points_per_job)
-        total += jobs * hours_per_job(group[0].cfg)
-    return total
+    return sum(n_jobs(group) * hours_per_job(group[0].cfg) for group in by_shape(points))
+
+
+def too_expensive(points: Sequence[Point]) -> Problem | None:
+    """What ``launch.max_node_hours`` has against these points; None if they may run."""
+    most = points[0].cfg.launch.max_node_hours if points else None
+    needed = node_hours(points)
+    if most is None or needed <= most:
+        return None
+    rule = f"these {len(points)} runs could use {needed:,.4g} node-hours (nodes x cluster.time_limit)"
+    way_out = "Shorten cluster.time_limit, take fewer points, or allow more"
+    return Problem("launch.max_node_hours", most, rule, way_out)
 
 
 # -------------------------------------------------------------------------------------------------------- environment

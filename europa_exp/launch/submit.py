@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from europa_exp.config import schema
 from europa_exp.config.errors import ConfigError, Problem
-from europa_exp.launch import dispatch, environment, processes
+from europa_exp.launch import dispatch, environment, processes, slurm
 from europa_exp.launch.attend import INTERRUPTED, Stops, attend
 from europa_exp.launch.forkserver import PRELOAD
 from europa_exp.launch.worker import TRAIN
@@ -36,7 +36,7 @@ def submit(
     caller's Ctrl-C (or SIGTERM) stops the ranks and marks what is not done ``cancelled``; a second one is impatient.
     ``entry`` and ``preload`` name the training function and what a fork server loads for it.
 
-    Raises ConfigError for a secret in a configuration or too few accelerators, RunFolderError when the folders can't be
+    Raises ConfigError for a secret in a configuration, too few accelerators or too many node-hours, RunFolderError when the folders can't be
     made; nothing is left behind then.
     """
     processes.keep_standard_streams()
@@ -51,6 +51,8 @@ def submit(
             "Nothing to run. launch.force=true runs completed points again, launch.repeat=N asks for N runs of each."
         )
         return 0
+    if problem := slurm.too_expensive([point for point, _ in todo]):
+        raise ConfigError([("", problem)])
     with Stops() as stops:
         new = [
             NewRun(p.cfg, p.name, p.identity, p.overrides, p.repeat, p.parent, fingerprint)
