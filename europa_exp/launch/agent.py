@@ -24,18 +24,13 @@ from typing import Any
 
 from europa_exp.config.schema import Config
 from europa_exp.launch import environment, processes
+from europa_exp.launch.agents import AGENT_FILE, STOP_FILE, cancel_file
 from europa_exp.launch.ranks import ForkedRanks, FreshRanks, Ranks
 from europa_exp.launch.supervise import Outcome, Supervisor
 from europa_exp.launch.worker import RankSpec
 from europa_exp.runs.files import replace_text
 from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.status import State, now
-
-AGENT_FILE = "agent.json"
-"""In the job's folder: process id and start time of the agent, for whoever wants to stop or watch it."""
-
-STOP_FILE = "stop"
-"""In the job's folder: its presence stops an agent that has not begun to listen to signals."""
 
 _WAITING = (State.created, State.queued)
 _ORPHAN_GRACE_S = 5.0
@@ -125,7 +120,7 @@ class Agent:
                 specs,
                 ranks,
                 wait=self._wait,
-                stops=lambda: self._stops,
+                stops=lambda: max(self._stops, int(cancel_file(run).exists())),
                 on_running=lambda: self._note_running(run),
                 log=lambda line: self._log(run, line),
             )
@@ -173,6 +168,7 @@ class Agent:
         for attempt in range(3):
             try:
                 run.set_state(outcome.state, **fields)
+                cancel_file(run).unlink(missing_ok=True)
                 return
             except OSError as error:
                 # A full disk may have room again in a moment. A folder that is gone stays gone.
@@ -204,7 +200,12 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-        mine = {"pid": os.getpid(), "started": processes.start_time(os.getpid())}
+        mine = {
+            "pid": os.getpid(),
+            "started": processes.start_time(os.getpid()),
+            "host": socket.gethostname(),
+            "runs": [str(run.path) for run in self._runs],
+        }
         with contextlib.suppress(OSError):
             replace_text(self._folder / AGENT_FILE, json.dumps(mine))
         # Only after the file is there: a stop either finds the file or is found here.

@@ -12,9 +12,9 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from europa_exp.runs.slurm_record import ENDED, SlurmState, Step, job_ids
+from europa_exp.runs.slurm_record import ENDED, Answer, SlurmState, Step, job_ids
 
 TIMEOUT_S = 10.0
 """Longest wait for one command. A busy controller takes seconds; one that is down lets squeue try for minutes."""
@@ -25,18 +25,6 @@ _SACCT = ("JobID", "State", "ExitCode", "NodeList", "Start", "End", "Reason")
 _NOTHING = {"", "None", "N/A", "NONE", "Unknown", "(null)", "None assigned"}
 # Both commands read defaults from these; a person's own format must not become ours.
 _PERSONAL = re.compile(r"(SQUEUE|SACCT)_\w+|SLURM_(TIME_FORMAT|CLUSTERS|BITSTR_LEN)")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """``jobs`` holds what Slurm knows, by the id asked for. ``silent`` has a phrase for each command without an answer.
-
-    ``known`` tells whether an absent job is known to be absent from the queue: squeue answered.
-    """
-
-    jobs: dict[str, SlurmState] = field(default_factory=dict)
-    silent: tuple[str, ...] = ()
-    known: bool = False
 
 
 def jobs(ids: Iterable[str]) -> dict[str, SlurmState]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 SUCCESS = "COMPLETED"
 CANCELLED = "CANCELLED"
@@ -82,6 +82,18 @@ class SlurmState:
         by = f" by user {self.by}" if self.by else ""
         reason = f", {self.reason}" if self.reason else ""
         return f"{self.state}{by} ({self.source}{reason})"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``jobs`` holds what Slurm knows, by the id asked for. ``silent`` has a phrase for each command without an answer.
+
+    ``known`` tells whether an absent job is known to be absent from the queue: squeue answered.
+    """
+
+    jobs: dict[str, SlurmState] = field(default_factory=dict)
+    silent: tuple[str, ...] = ()
+    known: bool = False
 
 
 def job_ids(text: str) -> list[str]:

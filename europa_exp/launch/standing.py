@@ -1,0 +1,254 @@
+"""Where runs stand: the run's own record first, squeue second, sacct third, and for local runs the process that drives them.
+
+A record can lag behind: nobody writes "failed" when a node loses power. Slurm can't see what a run did, and its accounting
+can be off, empty or late. So a record that has ended is believed; one that claims to go on is held against the queue.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from europa_exp.launch import squeue
+from europa_exp.launch.agents import AgentRecord, agents
+from europa_exp.runs.folder import RunFolder, RunFolderError
+from europa_exp.runs.lookup import Entry
+from europa_exp.runs.slurm_record import CANCELLED, SUCCESS, Answer, SlurmState, node_names
+from europa_exp.runs.status import State, Status
+
+LOST = "lost"
+"""State of a run that claims to go on, or to wait, though nobody works on it any more."""
+
+LOADING = "loading"
+"""State of a run whose job has begun and whose ranks have not."""
+
+BAD = frozenset({"failed", LOST, "unknown"})
+"""States that are no success and that nobody asked for."""
+
+OVER = frozenset({"completed", "failed", "cancelled", LOST, "unknown"})
+"""States after which nothing more happens by itself."""
+
+_WAITING = (State.created, State.queued)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where one run stands.
+
+    ``state`` is a recorded state, ``lost`` or ``loading``. ``source`` says who knows it: ``record``, ``squeue``, ``sacct`` or
+    ``process``. ``note`` is a phrase for people, empty when there is nothing to add. ``nodes`` is Slurm's list of nodes, or
+    the host of a local run. ``attempt`` counts from 1; 0 before the first. ``progressed_at`` is when the last step was
+    logged, in seconds since the epoch.
+    """
+
+    run: RunFolder
+    status: Status
+    state: str
+    source: str = "record"
+    note: str = ""
+    job_id: str | None = None
+    slurm: SlurmState | None = None
+    nodes: str = ""
+    attempt: int = 0
+    step: int | None = None
+    steps: int | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    progressed_at: float | None = None
+
+    @property
+    def over(self) -> bool:
+        """Nothing more happens to the run by itself."""
+        return self.state in OVER
+
+    @property
+    def bad(self) -> bool:
+        """The run ended, or hangs in the air, in a way that nobody asked for."""
+        return self.state in BAD
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Where several runs stand, and the sources that gave no answer (a phrase each)."""
+
+    standings: list[Standing]
+    silent: tuple[str, ...] = ()
+
+
+def job_id(status: Status) -> str | None:
+    """The Slurm job that works, or last worked, on the run (``123`` or ``123_4``); None for a local run."""
+    found = status.extra.get("job_id")
+    return str(found) if isinstance(found, int | str) and str(found) else None
+
+
+def attempts(status: Status) -> list[dict[str, Any]]:
+    """The recorded attempts, the oldest first."""
+    found = status.extra.get("attempts")
+    return [a for a in found if isinstance(a, dict)] if isinstance(found, list) else []
+
+
+def survey(
+    runs: Iterable[RunFolder],
+    *,
+    ask: Callable[[Iterable[str]], Answer] = squeue.ask,
+    slurm: Answer | None = None,
+) -> Survey:
+    """Where ``runs`` stand. Slurm is asked once, and only about runs whose own record has not ended.
+
+    ``slurm`` is an earlier answer to use instead of a new one: a view that redraws itself must not burden the controller.
+    """
+    entries = [Entry(run) for run in runs]
+    open_ids = [i for e in entries if not e.status.ended and (i := job_id(e.status))]
+    answer = slurm if slurm is not None else ask(open_ids) if open_ids else Answer(known=True)
+    busy: set[str] = set()
+    for index, entry in enumerate(entries):
+        i = job_id(entry.status)
+        found = answer.jobs.get(i) if i else None
+        if i and not entry.status.ended and (found is None or found.ended):
+            # The job may have written its last word since: a record is read before the queue, and once more after it.
+            entries[index] = entry = Entry(entry.run)
+        if i and entry.status.state is State.running:
+            busy.add(i)
+    known = _agents_of(entries)
+    return Survey([_standing(e, answer, known, busy) for e in entries], answer.silent)
+
+
+def _standing(entry: Entry, answer: Answer, known: dict[str, AgentRecord], busy: set[str]) -> Standing:
+    status, i = entry.status, job_id(entry.status)
+    found = answer.jobs.get(i) if i else None
+    tries = attempts(status)
+    row, _ = entry.last
+    step = row.get("step")
+    base = Standing(
+        run=entry.run,
+        status=status,
+        state=str(status.state),
+        job_id=i,
+        slurm=found,
+        nodes=_nodes(status, found, tries),
+        attempt=_count(status, tries),
+        step=step if isinstance(step, int) else None,
+        steps=planned_steps(entry.run),
+        metrics=row,
+        progressed_at=_modified(entry.run.metrics_file) if row else None,
+        note=_reason(status),
+    )
+    if status.state is State.unknown:
+        return replace(base, note=status.reason or "")
+    if status.ended:
+        return base
+    if i is None:
+        return _local(base, known.get(str(entry.run.path)))
+    if found is None:
+        if answer.known and not any(text.startswith("sacct") for text in answer.silent):
+            return replace(base, state=LOST, source="squeue", note=f"Slurm does not know job {i} any more")
+        if answer.known:
+            return replace(
+                base, state=LOST, source="squeue", note=f"job {i} has left the queue; how is not known"
+            )
+        return replace(base, note="; ".join(filter(None, [base.note, "Slurm did not answer"])))
+    return _on_slurm(base, found, busy)
+
+
+def _on_slurm(base: Standing, found: SlurmState, busy: set[str]) -> Standing:
+    state = base.status.state
+    if found.ended:
+        if found.state == CANCELLED:
+            return replace(base, state="cancelled", source=found.source, note=f"Slurm: {found.text()}")
+        if found.state == SUCCESS:
+            note = f"Slurm: {found.text()}, but the run recorded no end"
+            return replace(base, state=LOST, source=found.source, note=note)
+        return replace(base, state="failed", source=found.source, note=f"Slurm: {found.text()}")
+    if found.waiting:
+        why = found.reason or found.state
+        again = "requeued: " if state is State.running or base.attempt else ""
+        note = "; ".join(filter(None, [base.note, f"{again}waits ({why})"]))
+        return replace(base, state="queued", source=found.source, note=note)
+    if state is State.running:
+        note = "" if found.state == "RUNNING" else f"Slurm: {found.text()}"
+        return replace(base, note=note)
+    if base.job_id in busy:
+        return replace(base, note=f"waits for its turn in job {base.job_id}")
+    return replace(base, state=LOADING, source=found.source, note=base.note)
+
+
+def _local(base: Standing, agent: AgentRecord | None) -> Standing:
+    status = base.status
+    if status.orphaned:
+        note = f"process {status.pid}, which ran it on this machine, is gone"
+        return replace(base, state=LOST, source="process", note=note)
+    if status.state in _WAITING and agent is not None:
+        if not agent.alive:
+            note = f"process {agent.pid}, which was to run it, is gone"
+            return replace(base, state=LOST, source="process", note=note)
+        if base.run.launcher_log.exists():
+            return replace(base, state=LOADING, source="process")
+    return base
+
+
+def _agents_of(entries: Sequence[Entry]) -> dict[str, AgentRecord]:
+    """The agents of the local runs that wait, if there are such runs."""
+    places = {e.run.path.parent for e in entries if e.status.state in _WAITING and job_id(e.status) is None}
+    found: dict[str, AgentRecord] = {}
+    for place in places:
+        found.update(agents(place))
+    return found
+
+
+def planned_steps(run: RunFolder) -> int | None:
+    """``training.steps`` of the frozen configuration, read without parsing all of it: a list shows a hundred runs."""
+    try:
+        text = run.config_text()
+    except RunFolderError:
+        return None
+    found = re.search(r"^training:\n(?:[ ].*\n)*?  steps: (\d+)$", text, re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def _nodes(status: Status, found: SlurmState | None, tries: Sequence[dict[str, Any]]) -> str:
+    if found is not None and found.nodes:
+        return found.nodes
+    recorded = tries[-1].get("nodes") if tries else None
+    if isinstance(recorded, list):
+        return ",".join(map(str, recorded))
+    if isinstance(recorded, str) and recorded:
+        return recorded
+    return "" if job_id(status) else status.host or ""
+
+
+def node_of(standing: Standing, rank: int, ranks_per_node: int) -> str | None:
+    """The node that a rank ran on, if the nodes are known."""
+    names = node_names(standing.nodes)
+    index = rank // max(ranks_per_node, 1)
+    return names[index] if index < len(names) else None
+
+
+def _count(status: Status, tries: Sequence[dict[str, Any]]) -> int:
+    if tries:
+        last = tries[-1].get("n")
+        return last if isinstance(last, int) else len(tries)
+    return 1 if status.started_at else 0
+
+
+def _reason(status: Status) -> str:
+    reason = status.extra.get("reason")
+    if status.state in _WAITING and isinstance(reason, str):
+        return reason
+    if status.state is State.failed and status.error:
+        error = status.error
+        rank = "" if error.get("rank") is None else f"rank {error['rank']}: "
+        kind = "" if error.get("type") in ("Killed", "Exited", None) else f"{error['type']}: "
+        first = str(error.get("message") or "").strip().partition("\n")[0]
+        text = first if not kind else f"{rank}{kind}{first}"
+        return text if len(text) <= 160 else text[:157] + "..."
+    return ""
+
+
+def _modified(path: Path) -> float | None:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return None
