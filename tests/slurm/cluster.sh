@@ -222,7 +222,7 @@ stop() {
 # Ends once the owner or the cluster has gone.
 watch() {
     export -n SLURM_CONF # what this starts is no process of the cluster
-    while [ -d "/proc/$1" ] && [ -d "$DIR" ] && [ -n "$(daemons munged)" ]; do sleep 5; done
+    while [ -d "/proc/$1" ] && [ -d "$DIR" ] && [ -n "$(daemons munged)" ]; do sleep 2; done
     export SLURM_CONF
     stop
 }

@@ -65,8 +65,7 @@ def test_commands_fail_while_their_daemon_is_gone(slurm):
     slurm.script("start-dbd")
     slurm.run("sacct")
     slurm.script("stop-controller")
-    with pytest.raises(AssertionError, match="Unable to contact"):
-        slurm.run("squeue")
+    assert not slurm.answers()
     slurm.script("start-controller")
     slurm.run("squeue")
 
