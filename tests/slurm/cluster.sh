@@ -214,7 +214,7 @@ stop() {
     # The nodes end before their jobs: a live one could still start a requeued job.
     end daemons slurmctld
     end daemons slurmd
-    for pid in $(job_processes); do kill -KILL "$pid" 2>/dev/null || :; done
+    for pid in $(job_processes) $(daemons slurmstepd); do kill -KILL "$pid" 2>/dev/null || :; done
     end marked
     for pid in $(job_processes); do kill -KILL "$pid" 2>/dev/null || :; done
 }
