@@ -98,7 +98,7 @@ class Tracker:
             thread.join(patience)
             if thread.is_alive():
                 self._note(
-                    f"W&B did not finish within {patience:.0f} s and was stopped; `wandb sync` uploads what it wrote"
+                    f"W&B did not finish within {patience:.0f} s and was stopped; `europa sync` sends what is missing"
                 )
                 # Its exit hook would wait for a process that hangs.
                 _kill_service()
@@ -107,7 +107,7 @@ class Tracker:
     # --------------------------------------------------------------------------------------- in the thread
 
     def _work(self) -> None:
-        client: _Client | None = None
+        client: Client | None = None
         try:
             client = self._start()
             self._write_record()
@@ -121,7 +121,7 @@ class Tracker:
                     client.close(1)
         self._write_record()
 
-    def _start(self) -> _Client:
+    def _start(self) -> Client:
         if self.record["wanted"] == "online":
             before = set(_entries(self._run.wandb_dir))
             try:
@@ -135,12 +135,12 @@ class Tracker:
                         shutil.rmtree(path, ignore_errors=True)
         return self._opened("offline")
 
-    def _opened(self, mode: str) -> _Client:
-        client = _Client(self._run, self._cfg, mode)
+    def _opened(self, mode: str) -> Client:
+        client = Client(self._run, self._cfg, mode)
         self.record.update(mode=mode, id=client.id, folder=client.folder, url=client.url)
         return client
 
-    def _feed(self, client: _Client) -> int:
+    def _feed(self, client: Client) -> int:
         while True:
             entry = self._waiting.get()
             if isinstance(entry, _Finish):
@@ -157,18 +157,19 @@ class Tracker:
             self._run.note(tracking=self.record)
 
 
-class _Client:
-    """One W&B run of the real client. Every method may raise whatever the client raises."""
+class Client:
+    """One W&B run of the real client, its files in ``place``. Every method may raise whatever the client raises."""
 
-    def __init__(self, run: RunFolder, cfg: Config, mode: str) -> None:
+    def __init__(self, run: RunFolder, cfg: Config, mode: str, place: Path | None = None) -> None:
         import wandb
 
+        place = place or run.path
         origin = run.provenance()
         self.id = wandb_id(run.name, str(origin.get("uid", "")))
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             # Asked here, because init would ask the terminal, and a rank has nobody who answers.
             raise RuntimeError("nobody is logged in (`wandb login`, or WANDB_API_KEY)")
-        run.wandb_dir.mkdir(exist_ok=True)
+        (place / "wandb").mkdir(exist_ok=True)
         self._run = wandb.init(
             project=cfg.tracking.project,
             entity=cfg.tracking.entity,
@@ -179,10 +180,11 @@ class _Client:
             tags=list(cfg.tags) or None,
             notes=cfg.tracking.notes,
             config=_config(cfg, origin),
-            resume="allow" if mode == "online" else None,
-            settings=_settings(run, mode, origin),
+            # Offline it is recorded, and a sync then appends: it moves the client's own steps behind those already there.
+            resume="allow",
+            settings=_settings(place, mode, origin),
         )
-        self.folder = os.path.relpath(self._run.settings.sync_dir, run.path)
+        self.folder = os.path.relpath(self._run.settings.sync_dir, place)
         self.url = self._run.url if mode == "online" else None
         self._run.define_metric(STEP_KEY)
         self._run.define_metric("*", step_metric=STEP_KEY)
@@ -191,9 +193,17 @@ class _Client:
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         self._run.log({STEP_KEY: step, **metrics})
 
+    def mark_unfinished(self) -> None:
+        """Say that the run goes on after this part of it, whatever exit code the part gets."""
+        self._run.mark_preempting()
+
+    def end(self, exit_code: int) -> None:
+        """End the W&B run; the client's process stays for another one."""
+        self._run.finish(exit_code)
+
     def close(self, exit_code: int) -> None:
         try:
-            self._run.finish(exit_code)
+            self.end(exit_code)
         finally:
             # The client's process ends with this; left to an exit hook it would outlive a rank that ends without one.
             _teardown()
@@ -264,14 +274,14 @@ def wandb_id(name: str, uid: str) -> str:
     return safe[: 64 - len(tail)] + tail
 
 
-def _settings(run: RunFolder, mode: str, origin: Mapping[str, Any]) -> Any:
+def _settings(place: Path, mode: str, origin: Mapping[str, Any]) -> Any:
     import wandb
 
     code = origin.get("code")
     commit = code.get("commit") if isinstance(code, dict) else None
     return wandb.Settings(
         mode="online" if mode == "online" else "offline",
-        root_dir=str(run.path),
+        root_dir=str(place),
         init_timeout=INIT_TIMEOUT_S,
         finish_timeout=FINISH_TIMEOUT_S,
         # The record of the code was made when the run was submitted; now the checkout may be another one.

@@ -1,0 +1,84 @@
+"""The verb that sends runs to W&B."""
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from europa_exp.cli.base import RUNS, RunsDir, Sweep, command
+
+if TYPE_CHECKING:
+    from europa_exp.runs.folder import RunFolder
+    from europa_exp.runs.sync import Outcome
+
+
+@command()
+def sync(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RUN", help="Folders, names, unique prefixes, or hashes. Without any: all runs."
+        ),
+    ] = None,
+    runs_dir: RunsDir = RUNS,
+    sweep: Sweep = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Go on until all of them have ended and are sent.")
+    ] = False,
+    every: Annotated[int, typer.Option("--every", min=1, help="Seconds between two passes of --watch.")] = 60,
+) -> None:
+    """Send runs that were tracked offline to W&B, live or ended; what is there already is not sent again.
+
+    For the login node of a cluster without internet. Exit code 1: some run could not be sent; 2: W&B can't be reached.
+    """
+    from europa_exp.runs.sync import WandbUnavailable, summary
+    from europa_exp.runs.sync import sync as send
+
+    first = True
+    while True:
+        chosen = _chosen(runs_dir, runs or [], sweep)
+        try:
+            outcomes = send(chosen, _told if first or not watch else _told_if_new)
+        except WandbUnavailable as error:
+            if first:
+                raise
+            # A network that is away for a while must not end a watch of many hours.
+            print(f"europa: {error}", file=sys.stderr, flush=True)
+            outcomes = []
+        if outcomes or first:
+            print(summary(outcomes), flush=True)
+        failed = any(o.what == "failed" for o in outcomes)
+        if not watch or (outcomes and not failed and not any(o.live for o in outcomes)):
+            break
+        if not chosen:
+            break
+        first = False
+        time.sleep(every)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _chosen(runs_dir: "RunsDir", runs: list[str], sweep: str | None) -> "list[RunFolder]":
+    from europa_exp.runs.lookup import entries, find_many, find_sweep
+
+    chosen = find_many(runs_dir, runs)
+    if sweep is not None:
+        chosen = list(dict.fromkeys([*chosen, *find_sweep(runs_dir, sweep)[1]]))
+    return chosen if runs or sweep is not None else [entry.run for entry in entries(runs_dir)]
+
+
+def _told_if_new(outcome: "Outcome") -> None:
+    if outcome.what in ("sent", "failed"):
+        _told(outcome)
+
+
+def _told(outcome: "Outcome") -> None:
+    texts = {
+        "sent": f"{outcome.rows} steps" + (", not ended yet" if outcome.live else ""),
+        "current": "nothing new" + (", not ended yet" if outcome.live else ""),
+    }
+    label = {"current": "up to date", "nothing": "nothing"}.get(outcome.what, outcome.what)
+    print(f"{label.ljust(10)}  {outcome.run.name}: {outcome.why or texts.get(outcome.what, '')}", flush=True)
+    for note in outcome.notes:
+        print(f"! {outcome.run.name}: {note}", flush=True)
