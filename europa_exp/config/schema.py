@@ -477,7 +477,7 @@ class Cluster:
     not part of the identity."""
 
     setup: list[str] = knob(())
-    """Shell lines of the job script before srun, after the modules; on the first node only."""
+    """Shell lines of the job script before srun, after the modules; on the first node only. Write $NAME, not ${NAME}."""
 
     comment: str | None = knob(None)
     """Slurm's --comment. On Jupiter it sets power and clocks of the nodes, for example "CPU_POWER_CAP=...;THP=never": part of

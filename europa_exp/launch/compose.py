@@ -87,7 +87,7 @@ class Composer:
         from omegaconf import OmegaConf
 
         for dotted, value in self.personal().get(cluster or "", {}).items():
-            OmegaConf.update(cfg, dotted, value)
+            OmegaConf.update(cfg, dotted, value, force_add=True)  # free mappings get new keys
 
     def default(self) -> Config | None:
         """The composition that nothing was changed in, which names are relative to; None if `conf/` has none that resolves.

@@ -1,0 +1,35 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --account=mybudget
+#SBATCH --cpus-per-task=72
+#SBATCH --error=<runs>/.submitit/%j_0_log.err
+#SBATCH --gres=gpu:4
+#SBATCH --job-name=flavor=europa_1t-nodes=96-gpus_per_node=4-data_parallel_shard_degree=384-plus26-90a26bd39f2d
+#SBATCH --mail-type=END,FAIL
+#SBATCH --mail-user=me@example.org
+#SBATCH --nodes=96
+#SBATCH --ntasks-per-node=4
+#SBATCH --open-mode=append
+#SBATCH --output=<runs>/.submitit/%j_0_log.out
+#SBATCH --partition=booster
+#SBATCH --requeue
+#SBATCH --signal=USR2@300
+#SBATCH --time=720
+#SBATCH --wckey=submitit
+
+# setup
+# A job's shell knows the command only if the submitting shell exports it.
+type module >/dev/null 2>&1 || . /etc/profile
+module load Stages/2026 || { echo "cluster.modules: failed to load Stages/2026 on $(uname -n)" >&2; exit 1; }
+module load GCC || { echo "cluster.modules: failed to load GCC on $(uname -n)" >&2; exit 1; }
+module load Python || { echo "cluster.modules: failed to load Python on $(uname -n)" >&2; exit 1; }
+module load CUDA || { echo "cluster.modules: failed to load CUDA on $(uname -n)" >&2; exit 1; }
+module load NCCL || { echo "cluster.modules: failed to load NCCL on $(uname -n)" >&2; exit 1; }
+export SRUN_CPUS_PER_TASK=72  # srun doesn't inherit it
+export PYTHONPATH=<code>"${PYTHONPATH:+:$PYTHONPATH}"
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --unbuffered --output <runs>/.submitit/%j_%t_log.out --error <runs>/.submitit/%j_%t_log.err --kill-on-bad-exit=1 bash <code>/europa_exp/launch/numa_bind.sh cpu_and_memory go_on <python> -u -m submitit.core._submit <runs>/.submitit
+
