@@ -168,6 +168,8 @@ _THE_LAUNCHERS = re.compile(
 def texts(cfg: Config) -> Iterator[Problem]:
     """What goes into a line of the script is one word where Slurm wants one, and is not empty."""
     c = cfg.cluster
+    if c.executor is not Executor.slurm:
+        return
     for name in (*_ONE_WORD, "comment", "network_interface", "python"):
         value = getattr(c, name)
         dotted = f"cluster.{name}"
@@ -189,9 +191,11 @@ def texts(cfg: Config) -> Iterator[Problem]:
         yield Problem("launch.dependency", depends, rule, "Write afterok:123456, afterany:1:2 or singleton")
 
 
-@reads("cluster.sbatch_args", "cluster.srun_args")
+@reads("cluster.sbatch_args", "cluster.srun_args", "cluster.executor")
 def options(cfg: Config) -> Iterator[Problem]:
     """Free options: long names; none that has a field, none that the launcher needs as it sets it."""
+    if cfg.cluster.executor is not Executor.slurm:
+        return
     for key, value in cfg.cluster.sbatch_args.items():
         name, dotted = key.replace("_", "-"), f"cluster.sbatch_args.{key}"
         if not re.fullmatch(r"[a-z][a-z0-9-]+", name):
@@ -219,10 +223,12 @@ def _not_ours(dotted: str, value: str, name: str) -> Iterator[Problem]:
 # ----------------------------------------------------------------------------------------------------- things together
 
 
-@reads("cluster.gres", "parallelism.gpus_per_node", "cluster.cpus_per_task", "cluster.threads_per_rank")
+@reads("cluster", "parallelism.gpus_per_node")
 def enough_for_the_ranks(cfg: Config) -> Iterator[Problem]:
     """Every rank gets a GPU of the gres that is asked for, and cores for its threads."""
     c, ranks = cfg.cluster, cfg.parallelism.gpus_per_node
+    if c.executor is not Executor.slurm:
+        return
     for match in re.finditer(r"(?:^|,)(?:gres/)?gpu(?::[A-Za-z][\w.-]*)?(?::(\d+))?(?=,|\(|$)", c.gres or ""):
         gpus = int(match[1] or 1)
         if gpus < ranks:
@@ -235,18 +241,23 @@ def enough_for_the_ranks(cfg: Config) -> Iterator[Problem]:
         yield Problem("cluster.threads_per_rank", c.threads_per_rank, rule, f"Take 1 to {c.cpus_per_task}")
 
 
-@reads("cluster.offline", "tracking.mode")
+@reads("cluster.offline", "tracking.mode", "cluster.executor")
 def offline(cfg: Config) -> Iterator[Problem]:
     """Nodes without internet can't reach W&B."""
-    if cfg.cluster.offline and cfg.tracking.mode is TrackingMode.online:
+    if (
+        cfg.cluster.executor is Executor.slurm
+        and cfg.cluster.offline
+        and cfg.tracking.mode is TrackingMode.online
+    ):
         rule = f"the nodes of {cfg.cluster.name} have no internet (cluster.offline=true)"
         yield Problem("tracking.mode", "online", rule, "Take tracking=offline and upload afterwards")
 
 
-@reads("cluster.numa_binding", "cluster.numa_required")
+@reads("cluster.numa_binding", "cluster.numa_required", "cluster.executor")
 def numa(cfg: Config) -> Iterator[Problem]:
     """What must succeed has to be tried."""
-    if cfg.cluster.numa_required and cfg.cluster.numa_binding is NumaBinding.none:
+    c = cfg.cluster
+    if c.executor is Executor.slurm and c.numa_required and c.numa_binding is NumaBinding.none:
         rule = "requires a binding, and cluster.numa_binding=none asks for none"
         yield Problem("cluster.numa_required", True, rule, "Give cluster.numa_binding=cpu_and_memory")
 
