@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import subprocess
 import tempfile
 import time
@@ -42,6 +43,8 @@ class Array:
     """Configuration of the first run; all agree in what Slurm is asked for."""
     folder: Path
     """The job's own folder: script, pickles, output."""
+    attempts: int = 1
+    """Jobs of the chain: where Slurm may not start a job again, further ones wait to continue what did not come to its end."""
 
     @property
     def runs(self) -> list[RunFolder]:
@@ -59,8 +62,10 @@ def plan(
         runs = [run_of[id(point)] for point in group]
         per_task = launch.points_per_job
         tasks = [tuple(runs[i : i + per_task]) for i in range(0, len(runs), per_task)]
+        cluster = group[0].cfg.cluster
+        attempts = 1 if cluster.requeue else max(point.cfg.cluster.max_attempts for point in group)
         for i in range(0, len(tasks), limit):
-            arrays.append(Array(tuple(tasks[i : i + limit]), group[0].cfg, make_folder(runs_dir)))
+            arrays.append(Array(tuple(tasks[i : i + limit]), group[0].cfg, make_folder(runs_dir), attempts))
     return arrays
 
 
@@ -97,26 +102,26 @@ def _array_limit(text: str) -> int:
 
 
 def submit(
-    array: Array,
-    launch: schema.Launch,
-    *,
-    name: str,
-    entry: str,
-    code: Path | None,
-    dependency: str | None = None,
+    array: Array, launch: schema.Launch, *, name: str, entry: str, code: Path | None, after: str | None = None
 ) -> list[str]:
     """Hand an array to Slurm; the job of each task, as ``123_4`` (``123`` for a single one). Raises Refused.
 
-    ``code`` is the folder that the job imports, without it the one that this process imports. ``dependency`` replaces
-    ``launch.dependency``.
+    ``code`` is the folder that the job imports, without it the one that this process imports. With ``after`` (a job of the
+    same array) it starts when that one has ended and not all of it was a success, and vanishes otherwise.
     """
     from submitit.core.utils import FailedJobError
 
+    if shutil.which("sbatch") is None:
+        raise Refused("there is no sbatch on this machine; submit from a login node of the cluster")
     jobs = [Job(tuple(str(run.path) for run in task), str(array.folder), entry, "") for task in array.tasks]
     try:
         executor = slurm.make_executor(array.cfg, launch, folder=array.folder, name=name, code=code)
-        if dependency is not None:
-            executor.update_parameters(slurm_dependency=dependency)
+        if after is not None:
+            more = slurm.sbatch_parameters(array.cfg, launch, name=name)["slurm_additional_parameters"]
+            executor.update_parameters(
+                slurm_dependency=f"afternotok:{after}",
+                slurm_additional_parameters={**more, "kill-on-invalid-dep": "yes"},
+            )
         # submitit prints what it raises as well.
         with slurm.clean_environment(), contextlib.redirect_stderr(io.StringIO()):
             if len(jobs) == 1:
@@ -125,15 +130,8 @@ def submit(
                 handles = [executor.submit(job) for job in jobs]
             return [handle.job_id for handle in handles]
     except FailedJobError as error:
-        cause = error.__cause__
-        code_ = getattr(cause, "returncode", None)
-        raise Refused(_words(str(error)) or f"sbatch ended with exit code {code_}") from error
-    except FileNotFoundError as error:
-        if error.filename == "sbatch":
-            raise Refused(
-                "there is no sbatch on this machine: submit from a login node of the cluster"
-            ) from error
-        raise Refused(str(error)) from error
+        status = getattr(error.__cause__, "returncode", None)
+        raise Refused(_words(str(error)) or f"sbatch ended with exit code {status}") from error
     except (OSError, RuntimeError) as error:
         raise Refused(str(error)) from error
 

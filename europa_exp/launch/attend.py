@@ -25,10 +25,14 @@ INTERRUPTED = 130
 
 
 class Stops:
-    """Counts Ctrl-C and SIGTERM instead of dying of them."""
+    """Counts Ctrl-C and SIGTERM instead of dying of them.
+
+    Once ``impatient`` is set, the second one raises KeyboardInterrupt, wherever the program is.
+    """
 
     def __init__(self) -> None:
         self.count = 0
+        self.impatient = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stops:
@@ -46,6 +50,8 @@ class Stops:
 
     def _on_signal(self, *_: object) -> None:
         self.count += 1
+        if self.impatient and self.count > 1:
+            raise KeyboardInterrupt
 
 
 # ------------------------------------------------------------------------------------------------------ this machine
@@ -87,7 +93,7 @@ def attend(
             job.stop()
         job.reap()
     _close_accounts(job, rows, cancelled=bool(stops.count))
-    return _report(rows, sweep, time.monotonic() - begin, interrupted=bool(stops.count))
+    return report(rows, sweep, time.monotonic() - begin, interrupted=bool(stops.count))
 
 
 def _close_accounts(job: LocalJob, rows: Sequence[Row], *, cancelled: bool) -> None:
@@ -122,7 +128,8 @@ def _close_accounts(job: LocalJob, rows: Sequence[Row], *, cancelled: bool) -> N
             print(follow.failure_text(row))
 
 
-def _report(rows: Sequence[Row], sweep: str | None, seconds: float, *, interrupted: bool) -> int:
+def report(rows: Sequence[Row], sweep: str | None, seconds: float, *, interrupted: bool) -> int:
+    """Say how the runs ended and what to type next; the exit code of the call."""
     from europa_exp.launch import follow
 
     completed = [row for row in rows if row.status.state is State.completed]

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -37,7 +37,8 @@ OPEN = (State.created, State.queued, State.running)
 """States of a run that is not over, if somebody still works on it."""
 
 JOB_IDS = "job_ids"
-"""Field of ``status.json``: every Slurm job that was to run this folder, the newest last. ``job_id`` is that newest one."""
+"""Field of ``status.json``: the Slurm jobs that are to run this folder. ``job_id`` is the first, or the one that ran last; the
+others wait to continue it where Slurm may not start a job again."""
 
 _PATIENCE_S = 2.0
 
@@ -48,8 +49,11 @@ def place(runs_dir: Path, stem: str) -> Path:
 
 
 @contextlib.contextmanager
-def alone(runs_dir: Path) -> Iterator[None]:
-    """One submission at a time in a runs folder: two that look at the same moment would both find nothing submitted."""
+def alone(runs_dir: Path, interrupted: Callable[[], bool]) -> Iterator[None]:
+    """One submission at a time in a runs folder: two that look at the same moment would both find nothing submitted.
+
+    Raises KeyboardInterrupt when ``interrupted()`` while waiting, RunFolderError when the folder can't be written.
+    """
     folder = runs_dir.absolute() / SWEEPS_FOLDER
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,6 +70,8 @@ def alone(runs_dir: Path) -> Iterator[None]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
+                if interrupted():
+                    raise KeyboardInterrupt from None
                 if told and time.monotonic() > told:
                     print(f"waiting: another call submits to {runs_dir}", file=sys.stderr)
                     told = 0

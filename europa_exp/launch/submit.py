@@ -53,6 +53,9 @@ def submit(
         return 0
     if problem := slurm.too_expensive([point for point, _ in todo]):
         raise ConfigError([("", problem)])
+    if points[0].cfg.cluster.executor is schema.Executor.slurm:
+        given = list(zip(points, fingerprints, strict=True))
+        return _to_slurm(given, todo, launch, sweep=sweep, command=command, entry=entry, code=code)
     with Stops() as stops:
         new = [
             NewRun(p.cfg, p.name, p.identity, p.overrides, p.repeat, p.parent, fingerprint)
@@ -78,6 +81,28 @@ def submit(
         return attend(job, runs, [p for p, _ in todo], stops, sweep)
 
 
+def _to_slurm(
+    given: Sequence[tuple[Point, str | None]],
+    todo: Sequence[tuple[Point, str | None]],
+    launch: schema.Launch,
+    *,
+    sweep: str | None,
+    command: Sequence[str],
+    entry: str,
+    code: CodeState,
+) -> int:
+    from europa_exp.launch import attend_slurm, slurm_submit
+
+    with Stops() as stops:
+        handed = slurm_submit.submit(
+            given, todo, launch, sweep=sweep, command=command, entry=entry, code=code, stops=stops
+        )
+        if handed.code or launch.detach:
+            attend_slurm.say_next(handed, launch)
+            return handed.code
+        return attend_slurm.attend(handed, launch, stops)
+
+
 # --------------------------------------------------------------------------------------------- before anything exists
 
 
@@ -92,10 +117,16 @@ def _refuse(points: Sequence[Point]) -> None:
             rule = f"this looks like a secret ({kind}), and the configuration is recorded and shared"
             way_out = "Put it into the environment of the shell, where W&B and Hugging Face look for theirs"
             problems.append((point.name, Problem(dotted, "<hidden>", rule, way_out)))
-        if point.cfg.cluster.executor is schema.Executor.slurm:
-            rule = "this version composes and previews for Slurm, and can't submit there yet"
-            way_out = "Use launch.preview=script, or cluster=local"
-            problems.append((point.name, Problem("cluster.executor", "slurm", rule, way_out)))
+        if point.cfg.cluster.executor is not points[0].cfg.cluster.executor:
+            rule = f"{points[0].name} of the same call has another executor, and one call goes to one place"
+            way_out = "Make a call for each cluster"
+            problems.append(
+                (point.name, Problem("cluster.executor", point.cfg.cluster.executor, rule, way_out))
+            )
+        if point.cfg.cluster.inside_allocation:
+            rule = "running inside an allocation is not built yet"
+            way_out = "Submit with sbatch: leave cluster.inside_allocation out"
+            problems.append((point.name, Problem("cluster.inside_allocation", True, rule, way_out)))
         layout = point.cfg.parallelism
         world = layout.nodes * layout.gpus_per_node
         if devices and point.cfg.cluster.executor is schema.Executor.local and world > len(devices):

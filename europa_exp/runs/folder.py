@@ -66,6 +66,8 @@ class NewRun:
     repeat: int = 0
     parent: str | None = None
     data_fingerprint: str | None = None
+    imports: dict[str, Any] | None = None
+    """Where a job that starts later takes its code from: ``{path, frozen}``."""
 
 
 class RunFolder:
@@ -282,6 +284,7 @@ def _fill(
             "parent": run.parent,
             "data_fingerprint": run.data_fingerprint,
             "cluster": run.cfg.cluster.name,
+            **({} if run.imports is None else {"imports": run.imports}),
         },
     )
     (folder / "logs").mkdir()
