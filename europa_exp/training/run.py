@@ -13,11 +13,13 @@ from torchtitan.tools.logging import init_logger, logger
 from europa_exp.comm.accounting import step_metrics
 from europa_exp.config import schema
 from europa_exp.cpu import device
+from europa_exp.runs.attempts import STOPPED
 from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.metrics import MetricsWriter
 from europa_exp.runs.tracking import open_tracker
 from europa_exp.training.assemble import build_trainer
 from europa_exp.training.metrics import Sink
+from europa_exp.training.stopping import Stopped
 
 
 def train(cfg: schema.Config, run: RunFolder, runtime: dict[str, Any]) -> None:
@@ -26,12 +28,16 @@ def train(cfg: schema.Config, run: RunFolder, runtime: dict[str, Any]) -> None:
     Args:
         cfg: the frozen configuration.
         run: the run folder; rank 0 writes metrics, ``runtime.json`` and W&B there.
-        runtime: what the worker did before torch was imported (the environment that it set, notes).
+        runtime: what the worker did before torch was imported (the environment that it set, notes). ``stop``, where it is
+            there, is a function that says whether this rank was asked to save and stop.
 
     Raises:
+        Stopped: all ranks agreed to stop, and saved what they had; no failure.
         Exception: whatever stops the training; the worker records it.
     """
     init_logger()
+    runtime = dict(runtime)
+    asked = runtime.pop("stop", None)
     torch.set_num_threads(cfg.cluster.threads_per_rank)
     is_first = int(os.environ["RANK"]) == 0
     if is_first:
@@ -43,10 +49,17 @@ def train(cfg: schema.Config, run: RunFolder, runtime: dict[str, Any]) -> None:
     try:
         trainer, counter = build_trainer(cfg, run.path)
         sinks: list[Sink] = [] if writer is None or tracker is None else [writer.write, tracker.log]
+        if asked is not None:
+            trainer.stop_when(asked)
         trainer.metrics_processor.attach(sinks, lambda: step_metrics(counter.take()))
         trainer.train()
         trainer.close()
         exit_code = 0
+    except Stopped as stopped:
+        exit_code = STOPPED
+        logger.info(str(stopped))
+        trainer.close()
+        raise
     finally:
         if writer is not None:
             writer.close()

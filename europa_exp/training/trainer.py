@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -13,6 +13,7 @@ from torchtitan.trainer import Trainer
 from europa_exp.config import counts, schema
 from europa_exp.data.packing import segment_lengths
 from europa_exp.training.metrics import RunMetrics
+from europa_exp.training.stopping import Agreement, NonFiniteLossError, Stopped
 
 
 class EuropaTrainer(Trainer):
@@ -28,6 +29,15 @@ class EuropaTrainer(Trainer):
     def __init__(self, config: Trainer.Config, model: schema.Model) -> None:
         super().__init__(config)
         self._model = model
+        self._agreement: Agreement | None = None
+        self._stopping = False
+
+    def stop_when(self, asked: Callable[[], bool]) -> None:
+        """From now on, all ranks save and stop between two steps once ``asked()`` is true on one of them.
+
+        Every rank has to call this, or none. ``train`` then raises ``Stopped``.
+        """
+        self._agreement = Agreement(asked)
 
     def batch_generator(
         self, data_iterable: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]]
@@ -40,20 +50,70 @@ class EuropaTrainer(Trainer):
             yield input_dict, labels
 
     def train(self) -> None:
-        """Train to the last step; see ``Trainer.train``."""
+        """Train to the last step; see ``Trainer.train``.
+
+        Raises:
+            Stopped: the ranks were asked to stop (see ``stop_when``) and did, after the same step.
+            NonFiniteLossError: the loss is NaN or infinite.
+        """
         with _barrier_instead_of_sleep():
             super().train()
         if dist.get_rank() != 0:
             dist.barrier()
+        if self._stopping:
+            raise Stopped(self.step, saved=self._saves and self.step > 0)
+
+    def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
+        """One step, with random numbers that depend on the seed and the step alone: a resumed run draws those of an unbroken
+        one, on any number of ranks."""
+        torch.manual_seed((self.config.debug.seed or 0) * 1_000_003 + self.step)
+        try:
+            super().train_step(data_iterator)
+        except RuntimeError as error:
+            if str(error).startswith("Loss is not finite"):
+                raise NonFiniteLossError(str(error)) from error
+            raise
 
     def should_continue_training(self) -> bool:
-        """Whether there is a step left; the first call (after a checkpoint was loaded) starts the clock."""
+        """Whether there is a step left and nobody wants to stop; the first call (after a checkpoint was loaded) starts the
+        clock."""
         if not self._clock_started:
             self._clock_started = True
+            self._first_step = self.step
+            if self.step:
+                self._count_tokens()
             self.metrics_processor.start(self.step)
-        return super().should_continue_training()
+        if not super().should_continue_training():
+            if self._agreement is not None:
+                self._agreement.finish()
+            return False
+        if self._agreement is not None and self._agreement.reached():
+            self._save_now()
+            self._stopping = True
+            return False
+        return True
 
     _clock_started = False
+    _first_step = 0
+
+    @property
+    def _saves(self) -> bool:
+        return bool(self.checkpointer.enable) and not self.checkpointer.load_only
+
+    def _save_now(self) -> None:
+        """Save the step that is done, unless a checkpoint of it is there or being written already."""
+        done = self.step == self._first_step or self.step % self.config.checkpoint.interval == 0
+        if self._saves and not done:
+            self.checkpointer.save(self.step, last_step=True)
+        self.checkpointer.maybe_wait_for_saving()
+
+    def _count_tokens(self) -> None:
+        """Take the tokens seen from the place in the data. A checkpoint holds one rank's count, which means something else
+        on another number of ranks."""
+        state = self.dataloader.state_dict()
+        if "position" in state:
+            ranks = self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
+            self.ntokens_seen = state["position"] // ranks
 
 
 @contextmanager
