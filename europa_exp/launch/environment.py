@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from europa_exp.comm import nccl
@@ -65,6 +65,28 @@ def place(cfg: Config, rank: int, *, master_addr: str, master_port: int, devices
     return Place(rank, world, rank % per_node, per_node, node, master_addr, master_port, mine)
 
 
+def place_on_node(
+    cfg: Config, rank: int, *, master_addr: str, master_port: int, devices: list[str]
+) -> tuple[Place, list[str]]:
+    """The place of a rank that Slurm started, and remarks. ``devices`` are those that this task sees on its node.
+
+    Raises ValueError when the ranks of a node can't have an accelerator each.
+    """
+    where = place(cfg, rank, master_addr=master_addr, master_port=master_port, devices=[])
+    if not devices:
+        return where, []
+    if len(devices) == 1 and where.local_world_size > 1:
+        # Slurm has dealt them out already, and a rank takes the device that LOCAL_RANK counts among those it sees.
+        note = f"Slurm shows each rank one accelerator, so LOCAL_RANK is 0 in rank {rank} (local rank {where.local_rank})"
+        return replace(where, local_rank=0, devices=tuple(devices)), [note]
+    if len(devices) < where.local_world_size:
+        raise ValueError(
+            f"{where.local_world_size} ranks a node (parallelism.gpus_per_node), but this node shows {len(devices)} "
+            "accelerators; ask for them with cluster.gres"
+        )
+    return replace(where, devices=tuple(devices)), []
+
+
 def accelerators(environ: Mapping[str, str] | None = None) -> list[str]:
     """Names of the NVIDIA devices that this process may use, as CUDA_VISIBLE_DEVICES lists them; found without torch."""
     environ = os.environ if environ is None else environ
@@ -110,6 +132,10 @@ def at_import(cfg: Config) -> dict[str, str]:
     if cfg.cluster.executor.name == "local":
         # One machine, perhaps without a network or with a host name that does not resolve.
         variables["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    elif cfg.cluster.network_interface is not None:
+        variables["GLOO_SOCKET_IFNAME"] = cfg.cluster.network_interface
+    if cfg.cluster.offline:
+        variables["HF_HUB_OFFLINE"] = "1"
     return variables | {name: str(value) for name, value in cfg.cluster.env.items()}
 
 

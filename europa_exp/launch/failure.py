@@ -69,14 +69,14 @@ def examine(run: RunFolder, rank: int, code: int, *, at: float | None = None) ->
         # After a crash in native code the log ends with what faulthandler found.
         tail = "" if -code in (9, 15) else _tail(run.log(rank))
         return Failure(rank, "Killed", message, tail, at)
-    record = _error_record(run.error_file(rank))
+    record = error_record(run.error_file(rank))
     if record is not None:
         return Failure(
             rank,
             str(record.get("type", "Exception")),
             str(record.get("message", "")),
             str(record.get("traceback", "")),
-            _seconds(record.get("time"), at),
+            seconds(record.get("time"), at),
         )
     message = f"rank {rank} ended with exit code {code} and left no record; see {_log_name(rank)}"
     return Failure(rank, "Exited", message, _tail(run.log(rank)), at)
@@ -94,7 +94,8 @@ def _log_name(rank: int) -> str:
     return f"logs/rank_{rank}.log"
 
 
-def _error_record(path: Path) -> dict[str, Any] | None:
+def error_record(path: Path) -> dict[str, Any] | None:
+    """What a failing rank left at ``path``; None where there is nothing to read."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -102,7 +103,8 @@ def _error_record(path: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _seconds(when: Any, otherwise: float) -> float:
+def seconds(when: Any, otherwise: float) -> float:
+    """A recorded time in seconds since the epoch, or ``otherwise``."""
     try:
         return datetime.fromisoformat(when).timestamp()
     except (TypeError, ValueError):

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 
 from europa_exp.launch import environment, processes
+from europa_exp.runs.attempts import STOPPED
 from europa_exp.runs.files import replace_text
 from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.status import now
@@ -51,6 +52,18 @@ class RankSpec:
 
     entry: str = TRAIN
 
+    on_slurm: bool = False
+    """A task of a Slurm job: ``devices`` are those of its own node, and signals ask it to save and stop."""
+
+    start: str | None = None
+    """Which start of which Slurm job this is; error records carry it, so that an old one explains no new failure."""
+
+    header: str | None = None
+    """First line of this process in the log, which holds all attempts of the rank."""
+
+    record: dict[str, Any] = field(default_factory=dict)
+    """More for ``runtime.json``."""
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
@@ -59,8 +72,30 @@ class RankSpec:
         return cls(**json.loads(text))
 
 
+class StopRequest:
+    """Whether somebody asked this rank to save what it has and stop. Slurm's USR2 asks; SIGTERM does not end the rank by
+    itself: the process that watches over it knows whether that means a preemption or the end."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        signal.signal(signal.SIGUSR2, self._ask)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.signal(signal.SIGCONT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2, signal.SIGTERM})
+
+    def __call__(self) -> bool:
+        return self._asked
+
+    def _ask(self, *_: object) -> None:
+        self._asked = True
+
+
 def run_rank(spec: RankSpec, *, preloaded: bool) -> NoReturn:
-    """Be this rank and end the process: exit code 0 after the training, 1 after an exception (or SystemExit's own code)."""
+    """Be this rank and end the process: exit code 0 after the training, 1 after an exception (or SystemExit's own code).
+
+    ``STOPPED`` is the code of a rank that was asked to stop and did; that is no failure and leaves no record.
+    """
+    stop = StopRequest() if spec.on_slurm else None
     # A session of its own: Ctrl-C in the terminal is the launcher's to handle, and the rank's helpers (W&B, data
     # loaders) can be signalled together with it.
     with contextlib.suppress(OSError):
@@ -73,35 +108,47 @@ def run_rank(spec: RankSpec, *, preloaded: bool) -> NoReturn:
     except OSError as error:
         _complain(f"rank {spec.rank}: {run.log(spec.rank)} can't be written: {error}")
         os._exit(1)
+    if spec.header:
+        print(spec.header, flush=True)
     code = 0
     try:
-        _train(spec, run, preloaded)
+        _train(spec, run, preloaded, stop)
     except SystemExit as error:
         code = _exit_code(error)
-        if code:
-            _record(run, spec.rank, error)
+        if code not in (0, STOPPED):
+            record_error(run, spec.rank, error, start=spec.start)
     except BaseException as error:
         code = 1
-        _record(run, spec.rank, error)
-    _leave(code)
+        record_error(run, spec.rank, error, start=spec.start)
+    leave(code)
 
 
-def _train(spec: RankSpec, run: RunFolder, preloaded: bool) -> None:
+def _train(spec: RankSpec, run: RunFolder, preloaded: bool, stop: StopRequest | None) -> None:
     cfg = run.config()
-    where = environment.place(
-        cfg, spec.rank, master_addr=spec.master_addr, master_port=spec.master_port, devices=spec.devices
-    )
+    notes = list(spec.notes)
+    if spec.on_slurm:
+        where, more = environment.place_on_node(
+            cfg, spec.rank, master_addr=spec.master_addr, master_port=spec.master_port, devices=spec.devices
+        )
+        notes += more
+    else:
+        where = environment.place(
+            cfg, spec.rank, master_addr=spec.master_addr, master_port=spec.master_port, devices=spec.devices
+        )
     variables = environment.of_rank(cfg, where)
     os.environ.update(variables)
     runtime: dict[str, Any] = {
         "environment": dict(sorted(variables.items())),
         "preloaded": preloaded,
         "world_size": where.world_size,
-        "notes": list(spec.notes),
+        "notes": notes,
+        **spec.record,
     }
     if spec.rank == 0:
         # Written before torch is imported: a run that dies there has its environment on record as well.
         run.write_runtime(runtime)
+    if stop is not None:
+        runtime["stop"] = stop
     load(spec.entry)(cfg, run, runtime)
 
 
@@ -134,7 +181,7 @@ def _exit_code(error: SystemExit) -> int:
     return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
-def _record(run: RunFolder, rank: int, error: BaseException) -> None:
+def record_error(run: RunFolder, rank: int, error: BaseException, *, start: str | None = None) -> None:
     """Leave the traceback in the log and, for the launcher, as a file. A full disk takes neither from the other."""
     when = now()
     begin = error.__traceback__
@@ -149,6 +196,8 @@ def _record(run: RunFolder, rank: int, error: BaseException) -> None:
         "traceback": text,
         "time": when,
     }
+    if start is not None:
+        record |= {"start": start, "node": os.environ.get("SLURMD_NODENAME")}
     try:
         replace_text(run.error_file(rank), json.dumps(record, indent=2) + "\n")
     except OSError as trouble:
@@ -160,7 +209,7 @@ def _complain(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """End the process now. A thread that never ends, or a destructor that waits for a peer, must not keep it."""
     with contextlib.suppress(Exception):
         logging.shutdown()

@@ -1,0 +1,161 @@
+"""Host memory as a job finds it: free, reclaimable and unattributed, for each NUMA node, without any library.
+
+Unattributed is what no counter of the kernel explains: memory that a driver took and never gave back. Nodes that hold it
+starve a job that needs most of a socket, and only asking at the start of the job shows it. On a Grace Hopper the GPU's own
+memory appears as NUMA nodes without CPUs; those are marked and count for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from europa_exp.runs.files import replace_text
+from europa_exp.runs.status import now
+
+REPORT_FILE = "host_memory.jsonl"
+"""Under ``logs/`` of a run folder: one line a rank and attempt."""
+
+_NODES = Path("/sys/devices/system/node")
+_GIB = 1024**2  # the kernel counts in KiB
+
+# What the kernel can take back when a program asks for memory.
+_RECLAIMABLE = ("FilePages", "SReclaimable")
+_NOT_RECLAIMABLE = ("Shmem",)  # counted in FilePages, but held by programs
+_ATTRIBUTED = (
+    "MemFree",
+    "FilePages",
+    "AnonPages",
+    "Slab",
+    "KernelStack",
+    "PageTables",
+    "SecPageTables",
+)
+
+
+class MemoryFloorError(Exception):
+    """A node has less memory left than ``cluster.memory_floor_gib``."""
+
+
+def report(root: Path | str = _NODES) -> dict[str, Any]:
+    """Memory of each NUMA node in GiB.
+
+    ``{"nodes": {"0": {"total", "free", "reclaimable", "unattributed", "cpus": "0-71", "device_memory": false}, ...},
+    "available": ...}``; ``device_memory`` marks nodes without CPUs, and ``available`` is free plus reclaimable over the
+    others. ``nodes`` is empty where the system has no such record. ``root`` can be a copy, for tests.
+    """
+    nodes: dict[str, dict[str, Any]] = {}
+    for folder in sorted(Path(root).glob("node[0-9]*"), key=lambda p: int(p.name[4:])):
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            nodes[folder.name[4:]] = _node(folder)
+    with_cpus = [node for node in nodes.values() if not node["device_memory"]]
+    available = round(sum(node["free"] + node["reclaimable"] for node in with_cpus), 2)
+    return {"nodes": nodes, "available": available if with_cpus else None}
+
+
+def socket_of(found: Mapping[str, Any], local_rank: int, local_world_size: int) -> str | None:
+    """The NUMA node (with CPUs) that a local rank belongs to; ranks are dealt out evenly, in order. None without any."""
+    names = [name for name, node in found["nodes"].items() if not node["device_memory"]]
+    return names[local_rank * len(names) // local_world_size] if names else None
+
+
+def check_floor(
+    found: Mapping[str, Any],
+    floor_gib: float,
+    *,
+    scope: str,
+    local_rank: int,
+    local_world_size: int,
+    host: str,
+) -> None:
+    """Raise MemoryFloorError when this rank's socket (or its whole host, by ``scope``) has less left than the floor.
+
+    Where the system tells nothing there is nothing to compare, and the job goes on.
+    """
+    if scope == "host":
+        available, where = found["available"], f"node {host}"
+    else:
+        socket = socket_of(found, local_rank, local_world_size)
+        node = found["nodes"][socket] if socket is not None else None
+        available = None if node is None else node["free"] + node["reclaimable"]
+        where = f"node {host}, socket {socket}"
+    if available is not None and available < floor_gib:
+        raise MemoryFloorError(
+            f"{where}: {available:.1f} GiB are free or reclaimable, below cluster.memory_floor_gib={floor_gib:g}"
+        )
+
+
+def record(path: Path, line: Mapping[str, Any]) -> None:
+    """Append one line to the report of a run; all ranks write to one file, a line at a time. Raises OSError."""
+    data = (json.dumps(dict(line)) + "\n").encode()
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        os.write(handle, data)
+    finally:
+        os.close(handle)
+
+
+def exclude(path: Path, bad: Mapping[str, str]) -> list[str]:
+    """Add nodes (name -> why) to the list of a sweep and return all that it holds by now. Raises OSError.
+
+    The file holds ``[{"node", "reason", "date"}, ...]``; a node that is there already stays as it is.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path.parent, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        entries = excluded(path)
+        known = {entry["node"] for entry in entries}
+        entries += [
+            {"node": node, "reason": why, "date": now()}
+            for node, why in sorted(bad.items())
+            if node not in known
+        ]
+        replace_text(path, json.dumps(entries, indent=2) + "\n")
+    finally:
+        os.close(handle)
+    return [entry["node"] for entry in entries]
+
+
+def excluded(path: Path) -> list[dict[str, str]]:
+    """What ``exclude`` wrote; empty when there is no such file, or it can't be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [e for e in found if isinstance(e, dict) and "node" in e] if isinstance(found, list) else []
+
+
+def _node(folder: Path) -> dict[str, Any]:
+    counters = {
+        name: int(value)
+        for name, value in re.findall(r"^Node \d+ (\S+?):\s+(\d+)", (folder / "meminfo").read_text(), re.M)
+    }
+    cpus = (folder / "cpulist").read_text().strip()
+    reclaimable = sum(counters.get(name, 0) for name in _RECLAIMABLE)
+    reclaimable -= sum(counters.get(name, 0) for name in _NOT_RECLAIMABLE)
+    known = sum(counters.get(name, 0) for name in _ATTRIBUTED)
+    known += counters.get("HugePages_Total", 0) * _huge_page(folder)
+    return {
+        "total": round(counters["MemTotal"] / _GIB, 2),
+        "free": round(counters["MemFree"] / _GIB, 2),
+        "reclaimable": round(max(0, reclaimable) / _GIB, 2),
+        "unattributed": round(max(0, counters["MemTotal"] - known) / _GIB, 2),
+        "cpus": cpus,
+        "device_memory": cpus == "",
+    }
+
+
+def _huge_page(folder: Path) -> int:
+    """Size of the huge pages that ``HugePages_Total`` counts, in KiB."""
+    sizes = [int(p.name.split("-")[1][:-2]) for p in (folder / "hugepages").glob("hugepages-*kB")]
+    return 2048 if 2048 in sizes or not sizes else min(sizes)

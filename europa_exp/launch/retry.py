@@ -1,0 +1,131 @@
+"""What may be tried again after an attempt ended, and what may not.
+
+Again: the time limit, a failed node, preemption, a requeue by hand or after a prolog, a floor of host memory, a segmentation
+fault (which is how a Grace runs out of host memory), a rank that vanished without a record (which is how a failed node shows
+first), a collective that timed out. Never: a Python exception, a loss that is not finite, a bad configuration, a cancellation, a
+rank that somebody killed. Not for ever: ``max_attempts`` bounds it, and two attempts that end at the same step with the same
+error end the run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from europa_exp.runs.attempts import Reason
+
+AGAIN = frozenset(
+    {
+        Reason.time_limit,
+        Reason.node_failure,
+        Reason.preemption,
+        Reason.requeued,
+        Reason.asked,
+        Reason.memory_floor,
+        Reason.segmentation_fault,
+        Reason.lost_rank,
+        Reason.collective_timeout,
+    }
+)
+"""Reasons after which a run is started again."""
+
+_FROM_OUTSIDE = frozenset({Reason.node_failure, Reason.preemption, Reason.requeued, Reason.asked})
+# They come whatever the run does, so twice at the same step proves nothing. (A memory floor is met before any step.)
+_NO_PROOF = _FROM_OUTSIDE | {Reason.memory_floor}
+
+_CONFIGURATION = {
+    "ConfigError",
+    "DataError",
+    "RunFolderError",
+    "LayoutError",
+    "RendezvousError",
+    "ConfigCompositionException",
+}
+_NETWORK = {"RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError"}
+_TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
+_WATCHDOG = re.compile(
+    r"watchdog.*(timeout|timed out)|collective operation timeout", re.IGNORECASE | re.DOTALL
+)
+_BROKEN = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|failed to (recv|send)|socket.*closed"
+    r"|remote process|peer.*(exited|aborted)|communicator was aborted|pair closure",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Requeue:
+    """Start again. ``why`` is one line for people."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Don't start again. ``reason`` is one line for people."""
+
+    reason: str
+
+
+def decide(
+    attempts: Sequence[Mapping[str, Any]],
+    reason: Reason | str,
+    error: Mapping[str, Any] | None,
+    *,
+    max_attempts: int,
+) -> Requeue | Stop:
+    """Whether the run starts again.
+
+    ``attempts`` are those of ``status.json`` (see ``runs.attempts``); the last one is the one that ended, with its ``step``.
+    ``error`` is ``{rank, type, message}`` of what ended it, or None.
+    """
+    reason = Reason(reason)
+    if reason not in AGAIN:
+        return Stop(f"{reason} is not tried again")
+    if len(attempts) >= max_attempts:
+        return Stop(
+            f"{reason}, and this was attempt {len(attempts)} of {max_attempts} (cluster.max_attempts)"
+        )
+    if attempts and reason not in _NO_PROOF:
+        last = dict(attempts[-1]) | {"reason": str(reason), "error": error}
+        twin = next((a for a in attempts[:-1] if _mark(a) == _mark(last)), None)
+        if twin is not None:
+            where = "before its first step" if last.get("step") is None else f"at step {last['step']}"
+            return Stop(f"{reason} {where} again, with the same error as attempt {twin.get('n')}")
+    return Requeue(f"{reason}: attempt {len(attempts) + 1} of {max_attempts} follows")
+
+
+def classify(error: Mapping[str, Any] | None) -> Reason:
+    """What kind of end an ``error`` (``{rank, type, message, traceback}``) is."""
+    if error is None:
+        return Reason.lost_rank
+    kind, message = str(error.get("type", "")), str(error.get("message", ""))
+    if kind == "MemoryFloorError":
+        return Reason.memory_floor
+    if kind == "NonFiniteLossError":
+        return Reason.non_finite_loss
+    if kind in _CONFIGURATION:
+        return Reason.bad_configuration
+    if kind == "Killed":
+        if re.search(r"\((SIGSEGV|SIGBUS)\)", message):
+            return Reason.segmentation_fault
+        if "(SIGABRT)" in message:
+            # NCCL's watchdog ends a rank this way when a collective does not; so does C++ code that gives up.
+            text = str(error.get("traceback", ""))
+            return Reason.collective_timeout if _WATCHDOG.search(text) else Reason.killed
+        return Reason.killed
+    if kind in _NETWORK:
+        if _TIMED_OUT.search(message):
+            return Reason.collective_timeout
+        if _BROKEN.search(message):
+            return Reason.lost_rank
+    return Reason.exception
+
+
+def _mark(attempt: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What two ends must share to be the same: the step, the reason, and the error without its changing numbers."""
+    error = attempt.get("error") or {}
+    message = re.sub(r"0x[0-9a-f]+|\d+(\.\d+)*", "#", str(error.get("message", "")).partition("\n")[0])
+    return attempt.get("step"), attempt.get("reason"), error.get("type"), message

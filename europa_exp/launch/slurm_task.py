@@ -1,0 +1,152 @@
+"""What a task of a Slurm job knows about itself from its environment, and what it asks of Slurm."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from europa_exp.config.schema import Config
+from europa_exp.runs.slurm_record import node_names
+
+_TIMEOUT_S = 20
+
+
+class LayoutError(Exception):
+    """The tasks that Slurm started are not the ranks that the configuration asks for."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task of a job step: one rank."""
+
+    rank: int
+    local_rank: int
+    node: int
+    """Index of the node within the step."""
+
+    tasks: int
+    nodes: tuple[str, ...]
+    host: str
+    """This node's name, as Slurm has it."""
+
+    job: int
+    """Slurm's plain job id; each task of an array has one of its own."""
+
+    job_id: str
+    """The id that people use: ``123_4`` for a task of an array."""
+
+    restarts: int
+    """How often this job was started before."""
+
+    step: int = 0
+
+    @property
+    def start(self) -> str:
+        """The name of this start of this job."""
+        return f"{self.job}.{self.restarts}.{self.step}"
+
+    @classmethod
+    def here(cls, environ: Mapping[str, str]) -> Task:
+        """The task that this process is. Raises LayoutError when it is none."""
+        try:
+            array, index = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+            job = environ["SLURM_JOB_ID"]
+            nodes = node_names(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"])
+            return cls(
+                rank=int(environ["SLURM_PROCID"]),
+                local_rank=int(environ["SLURM_LOCALID"]),
+                node=int(environ["SLURM_NODEID"]),
+                tasks=int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"]),
+                nodes=tuple(nodes),
+                host=environ.get("SLURMD_NODENAME") or os.uname().nodename,
+                job=int(job),
+                job_id=f"{array}_{index}" if array and index else job,
+                restarts=int(environ.get("SLURM_RESTART_COUNT") or 0),
+                step=int(environ.get("SLURM_STEP_ID") or 0),
+            )
+        except (KeyError, ValueError) as error:
+            raise LayoutError(f"this is no task of a Slurm job step: {error!r} in its environment") from error
+
+    def check(self, cfg: Config) -> None:
+        """Raise LayoutError unless this step is nodes x gpus_per_node ranks, node after node."""
+        nodes, per_node = cfg.parallelism.nodes, cfg.parallelism.gpus_per_node
+        asked = f"the configuration asks for {nodes} x {per_node} (parallelism.nodes x gpus_per_node)"
+        if self.tasks != nodes * per_node or len(self.nodes) != nodes:
+            raise LayoutError(f"Slurm started {self.tasks} tasks on {len(self.nodes)} nodes; {asked}")
+        if self.rank != self.node * per_node + self.local_rank:
+            raise LayoutError(
+                f"task {self.rank} is number {self.local_rank} on node {self.node}; {asked}, in blocks: leave --distribution "
+                "out of cluster.srun_args"
+            )
+
+
+@dataclass(frozen=True)
+class JobNow:
+    """What Slurm says of the job at this moment. ``state`` is empty when it does not answer."""
+
+    state: str = ""
+    restarts: int = 0
+    preempted: bool = False
+    overtime: bool = False
+    """The time limit is over, or nearly."""
+    exclude: tuple[str, ...] = ()
+
+
+def ask(task: Task, *, margin_s: float = 0) -> JobNow:
+    """Ask the controller about the job. ``margin_s`` before the time limit count as overtime already."""
+    done = _call("scontrol", "--oneliner", "show", "job", str(task.job))
+    if done is None or done.returncode:
+        return JobNow()
+    fields = dict(re.findall(r"(\S+?)=(\S*)", done.stdout))
+    limit, run = _seconds(fields.get("TimeLimit", "")), _seconds(fields.get("RunTime", ""))
+    return JobNow(
+        state=fields.get("JobState", ""),
+        restarts=int(fields.get("Restarts") or 0),
+        preempted=fields.get("PreemptTime", "None") not in ("None", "N/A", "Unknown", ""),
+        overtime=limit is not None and run is not None and run >= limit - margin_s,
+        exclude=tuple(node_names(fields.get("ExcNodeList", ""))),
+    )
+
+
+def requeue(task: Task) -> str | None:
+    """Make Slurm start the job again; why it refuses, or None. Slurm ends this process soon after."""
+    done = _call("scontrol", "requeue", str(task.job))
+    if done is None:
+        return "scontrol does not answer"
+    return None if done.returncode == 0 else (done.stderr or done.stdout).strip() or "scontrol refuses"
+
+
+def avoid(task: Task, nodes: list[str]) -> str | None:
+    """Keep the requeued job away from nodes; what went wrong, or None. Slurm takes this only once a job waits again."""
+    done = _call("scontrol", "update", f"JobId={task.job}", f"ExcNodeList={','.join(nodes)}")
+    if done is None:
+        return "scontrol does not answer"
+    return None if done.returncode == 0 else (done.stderr or done.stdout).strip() or "scontrol refuses"
+
+
+def _call(*command: str) -> subprocess.CompletedProcess[str] | None:
+    try:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            # Slurm signals the whole process group of a job that it ends.
+            start_new_session=True,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+def _seconds(text: str) -> int | None:
+    """Seconds of Slurm's D-HH:MM:SS; None for UNLIMITED and the like."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if found is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
