@@ -296,7 +296,7 @@ class _Submission:
             )
         there = len(handed.runs)
         if not there:
-            print("Nothing was submitted, nothing was left.", file=sys.stderr)
+            print("Nothing was submitted; no run folder was left.", file=sys.stderr)
             return
         print(
             f"{_count(len(left), 'run')} of {there + len(left)} not submitted, their folders removed; the others go on.\n"

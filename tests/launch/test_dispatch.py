@@ -1,0 +1,298 @@
+"""How runs become jobs and arrays, and what counts as submitted: without a Slurm (``tests/slurm`` has one)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from launching import CODE, config, point
+
+from europa_exp.config.schema import Executor
+from europa_exp.launch import already, arrays, attend_slurm, follow, job, squeue, submission, submit
+from europa_exp.launch.submission import Life, Record
+from europa_exp.runs.folder import NewRun, RunFolder, create_runs
+from europa_exp.runs.slurm_record import Answer, SlurmState
+from europa_exp.runs.status import State
+
+
+def slurm_config(seed: int = 1, **cluster):
+    cfg = config(seed=seed, preload=False, executor=Executor.slurm, name="slurm", **cluster)
+    cfg.cluster.time_limit = cfg.cluster.time_limit or "00:10:00"
+    return cfg
+
+
+def made(runs_dir: Path, *configs, sweep: str | None = "s", code=CODE) -> list[RunFolder]:
+    new = [NewRun(c, f"run{i}", point(c).identity, data_fingerprint="d") for i, c in enumerate(configs)]
+    return create_runs(runs_dir, new, sweep=sweep, command=["test"], code=code)
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """What Slurm says: a dict of job -> state, or None when it does not answer."""
+    said: dict[str, str] = {}
+    silent: list[str] = []
+
+    def ask(ids, **_):
+        ids = list(ids)
+        if silent:
+            return Answer({}, tuple(silent), known=not ids)
+        return Answer({i: SlurmState(i, said[i], "squeue") for i in ids if i in said}, (), known=True)
+
+    monkeypatch.setattr(squeue, "ask", ask)
+    return said, silent
+
+
+# ------------------------------------------------------------------------------------------------------------- arrays
+
+
+@pytest.mark.parametrize(
+    ("text", "tasks"),
+    [
+        ("MaxArraySize            = 11\nMaxJobCount = 5", 11),
+        ("MaxArraySize = 1001\nSchedulerParameters = bf_interval=2,max_array_tasks=50,x", 50),
+        ("MaxArraySize = 0", 1),
+        ("", arrays.DEFAULT_ARRAY_SIZE),
+    ],
+)
+def test_most_tasks_of_an_array(text, tasks):
+    assert arrays._array_limit(text) == tasks
+
+
+def test_the_setting_wins_over_slurm():
+    cfg = slurm_config()
+    cfg.launch.max_array_size = 7
+    assert arrays.most_tasks(cfg.launch) == 7
+
+
+def plan(tmp_path, configs, limit=1000, **launch):
+    for cfg in configs:
+        for name, value in launch.items():
+            setattr(cfg.launch, name, value)
+    runs = made(tmp_path / "runs", *configs)
+    pairs = [(point(cfg), run) for cfg, run in zip(configs, runs, strict=True)]
+    return arrays.plan(pairs, configs[0].launch, limit=limit, runs_dir=tmp_path / "runs")
+
+
+def names(planned):
+    return [[[run.name for run in task] for task in array.tasks] for array in planned]
+
+
+def test_chunks_and_turns(tmp_path):
+    planned = plan(tmp_path, [slurm_config(seed) for seed in range(7)], limit=2, points_per_job=2)
+    assert names(planned) == [[["run0", "run1"], ["run2", "run3"]], [["run4", "run5"], ["run6"]]]
+    assert len({array.folder for array in planned}) == 2
+
+
+def test_shapes_stay_apart_and_keep_their_order(tmp_path):
+    configs = [slurm_config(1), slurm_config(2, partition="high"), slurm_config(3)]
+    assert names(plan(tmp_path, configs)) == [[["run0"], ["run2"]], [["run1"]]]
+
+
+def test_chains_only_where_slurm_may_not_requeue(tmp_path):
+    loose = plan(tmp_path / "a", [slurm_config(1, requeue=True, max_attempts=3)])
+    chained = plan(
+        tmp_path / "b",
+        [
+            slurm_config(1, requeue=False, max_attempts=3),
+            slurm_config(2, requeue=False, max_attempts=2),
+        ],
+    )
+    assert [array.attempts for array in loose + chained] == [1, 3]
+
+
+def test_slurms_words():
+    text = (
+        "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid\n"
+    )
+    assert arrays._words(text) == "invalid partition specified: x; Batch job submission failed: Invalid"
+
+
+def test_a_local_job_inside_an_allocation_is_no_rank(monkeypatch):
+    for name in ("SLURM_JOB_ID", "SLURM_PROCID"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
+    assert not job.under_slurm()
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    assert job.under_slurm()
+
+
+# ---------------------------------------------------------------------------------------------------- what is there
+
+
+def sort(tmp_path, configs, *, sweep="s", record=None, code=CODE, force=False, key="k"):
+    launch = configs[0].launch
+    launch.force = force
+    todo = [(point(cfg), "d") for cfg in configs]
+    return already.sort_out(todo, launch, sweep, key, record, tmp_path / "runs", code)
+
+
+def queued(runs, *jobs):
+    for run, job_id in zip(runs, jobs, strict=True):
+        run.set_state(State.queued, job_id=job_id, job_ids=[job_id] if job_id else [])
+
+
+def test_living_dead_and_new(tmp_path, answers, capsys):
+    answers[0].update({"7_0": "RUNNING", "7_1": "NODE_FAIL"})
+    configs = [slurm_config(seed, max_attempts=2) for seed in range(4)]
+    queued(made(tmp_path / "runs", *configs[:3]), "7_0", "7_1", "7_2")
+    found = sort(tmp_path, configs)
+    assert [run.name for _, run in found.already] == ["run0"]
+    assert [o.run.name for _, o in found.again] == ["run1", "run2"]
+    assert [p.cfg.training.seed for p, _ in found.fresh] == [3]
+    out = capsys.readouterr().out
+    assert "already submitted: run0, job 7_0, RUNNING (squeue)" in out
+    assert "its job 7_1 is gone: NODE_FAIL (squeue)" in out
+    assert "its job 7_2 is gone: Slurm knows it no more" in out
+
+
+def test_any_job_of_a_chain_keeps_a_run_alive(tmp_path, answers):
+    answers[0].update({"7": "FAILED", "8": "PENDING"})
+    [run] = made(tmp_path / "runs", slurm_config())
+    run.set_state(State.queued, job_id="7", job_ids=["7", "8"])
+    assert sort(tmp_path, [slurm_config()]).already
+
+
+@pytest.mark.parametrize("how", ["other code", "other sweep", "no attempts left"])
+def test_a_dead_run_that_can_not_go_on_is_buried(tmp_path, answers, how):
+    answers[0]["7"] = "NODE_FAIL"
+    cfg = slurm_config(max_attempts=2)
+    [run] = made(tmp_path / "runs", cfg)
+    tries = [{"n": 1}, {"n": 2}] if how == "no attempts left" else []
+    run.set_state(State.running, job_id="7", job_ids=["7"], attempts=tries)
+    code = type(CODE)(commit=None, fingerprint="other") if how == "other code" else CODE
+    found = sort(tmp_path, [cfg], sweep="t" if how == "other sweep" else "s", code=code)
+    assert (len(found.fresh), len(found.again)) == (1, 0)
+    assert run.status().state is State.failed
+    assert "job 7 is gone: NODE_FAIL" in run.status().error["message"]
+
+
+def test_a_living_run_with_other_code_is_told(tmp_path, answers, capsys):
+    answers[0]["7"] = "PENDING"
+    queued(made(tmp_path / "runs", slurm_config()), "7")
+    found = sort(tmp_path, [slurm_config()], code=type(CODE)(commit=None, fingerprint="other"))
+    assert found.already
+    assert "with other code (launch.force=true submits it again)" in capsys.readouterr().out
+
+
+def test_repeats_count_one_by_one(tmp_path, answers):
+    answers[0].update({"7_0": "RUNNING"})
+    cfg = slurm_config()
+    queued(made(tmp_path / "runs", cfg), "7_0")
+    found = sort(tmp_path, [cfg, cfg])
+    assert (len(found.already), len(found.fresh)) == (1, 1)
+
+
+def test_force_asks_for_one_more_but_not_for_the_same_broken_call_twice(tmp_path, answers):
+    answers[0]["7"] = "PENDING"
+    queued(made(tmp_path / "runs", slurm_config()), "7")
+    assert sort(tmp_path, [slurm_config()], force=True).fresh
+    record = Record(tmp_path / "s.json", "s", unfinished=["k"])
+    assert sort(tmp_path, [slurm_config()], force=True, record=record).already
+
+
+def test_silence_is_no_death(tmp_path, answers):
+    answers[1].append("squeue: no answer in 10 s")
+    queued(made(tmp_path / "runs", slurm_config()), "7")
+    with pytest.raises(submission.RunFolderError, match="Slurm does not answer"):
+        sort(tmp_path, [slurm_config()])
+    # A run that was never submitted needs no answer.
+    queued([RunFolder(tmp_path / "runs" / "run0")], None)
+    assert sort(tmp_path, [slurm_config()]).again
+
+
+def test_local_runs_are_not_slurms(tmp_path, answers):
+    cfg = config(name="slurm")
+    [run] = made(tmp_path / "runs", cfg)
+    run.set_state(State.running)
+    assert submission.open_runs(tmp_path / "runs", {submission.key_of(point(cfg), "d")}) == []
+
+
+def test_a_job_that_was_never_recorded_is_found_by_what_submitit_left(tmp_path, answers):
+    answers[0]["9_1"] = "RUNNING"
+    [run] = made(tmp_path / "runs", slurm_config())
+    folder = tmp_path / "job"
+    folder.mkdir()
+    for name in ("9_0", "9_1", "10_1"):
+        (folder / f"{name}_submitted.pkl").touch()
+    run.set_state(State.queued, job_id=None, job_folder=str(folder), job_task=1)
+    assert sorted(submission.jobs_of(run, run.status())) == ["10_1", "9_1"]
+    assert sort(tmp_path, [slurm_config()]).already
+
+
+# ---------------------------------------------------------------------------------------------------------- the record
+
+
+def test_the_record_survives_nonsense(tmp_path):
+    path = submission.place(tmp_path, "a sweep/with äll")
+    assert path.parent == tmp_path / ".sweeps"
+    path.parent.mkdir()
+    for text in ("", "[1]", '{"runs": 3, "unfinished": "x"}', '{"runs": {"a": 1}}'):
+        path.write_text(text)
+        record = Record.read(path, "s")
+        assert (record.runs, record.unfinished, record.sweep) == ({}, [], "s")
+    record.unfinished.append("k")
+    record.write()
+    assert json.loads(path.read_text())["unfinished"] == ["k"]
+    assert submission.unfinished(tmp_path, "k").path == path
+    assert submission.unfinished(tmp_path, "other") is None
+
+
+def test_a_call_is_known_by_its_runs_and_not_by_its_code_or_order(tmp_path):
+    points = [point(slurm_config(seed)) for seed in (1, 2)]
+    key = submission.call_key(points, ["d", "d"])
+    assert submission.call_key(points[::-1], ["d", "d"]) == key
+    assert submission.call_key(points[:1], ["d"]) != key
+    assert submission.call_key(points, ["d", "e"]) != key
+
+
+def test_life_without_an_answer_from_sacct(tmp_path):
+    silent = Answer({}, ("sacct: there is no such command here",), known=True)
+    assert submission._life(["7"], silent)[0] is Life.dead
+    assert submission._life(["7"], Answer({}, ("squeue: down",), known=False))[0] is Life.unclear
+
+
+def test_one_call_goes_to_one_place(tmp_path):
+    mixed = [point(config(), "a"), point(slurm_config(), "b")]
+    with pytest.raises(submit.ConfigError, match="one call goes to one place"):
+        submit.submit(mixed, mixed[0].cfg.launch, sweep="s", command=["test"])
+
+
+# -------------------------------------------------------------------------------------------------------- watching
+
+
+def test_a_vanished_job_is_believed_the_second_time(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(attend_slurm, "FIRST_ASK_S", 0)
+    monkeypatch.setattr(attend_slurm, "ASK_EVERY_S", 0)
+    answer = Answer({"7": SlurmState("7", "NODE_FAIL", "sacct")}, (), known=True)
+    monkeypatch.setattr(
+        "europa_exp.launch.standing.survey.__kwdefaults__", {"ask": lambda _: answer, "slurm": None}
+    )
+    [run] = made(tmp_path / "runs", slurm_config())
+    run.set_state(State.running, job_id="7", job_ids=["7"])
+    said: list[str] = []
+    watch = attend_slurm.Watch([follow.Row(run, 3)], said.append)
+    assert watch.going_on()
+    assert run.status().state is State.running
+    assert watch.going_on()
+    assert run.status().state is State.failed
+    assert "NODE_FAIL" in run.status().error["message"]
+    assert not watch.going_on()
+
+
+def test_what_to_type_next(tmp_path, monkeypatch, capsys):
+    from europa_exp.launch.slurm_submit import Handed
+
+    monkeypatch.chdir(tmp_path)
+    [run] = made(tmp_path / "runs", slurm_config())
+    pairs = [(point(slurm_config()), run)]
+    cfg = slurm_config()
+    cfg.launch.runs_dir = "runs"
+    attend_slurm.say_next(Handed("s", 0, pairs), cfg.launch)
+    attend_slurm.say_next(Handed(None, 0, pairs), cfg.launch)
+    assert capsys.readouterr().out.splitlines() == [
+        "Next: europa status --sweep s --watch",
+        "To cancel: europa cancel --sweep s",
+        "Next: europa status run0 --watch",
+        "To cancel: europa cancel run0",
+    ]

@@ -1,0 +1,35 @@
+"""Training entries for tests of handing runs to Slurm; none needs torch."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from slurm_targets import write_steps
+
+
+def wait_for_go(cfg, run, runtime) -> None:
+    """Stay until a file beside the runs folder says go; then log the steps."""
+    (run.path / f"up_{os.environ['RANK']}").touch()
+    while not (run.path.parent.parent / "go").exists():
+        time.sleep(0.1)
+    write_steps(cfg, run, runtime)
+
+
+def count_starts(cfg, run, runtime) -> None:
+    """Rank 0 leaves a line for each start of the run, with the job and the node."""
+    if os.environ["RANK"] == "0":
+        with open(run.path / "starts", "a") as file:
+            file.write(f"{os.environ['SLURM_JOB_ID']} {os.environ['SLURMD_NODENAME']} {time.time()}\n")
+    write_steps(cfg, run, runtime)
+
+
+def crash_at_first(cfg, run, runtime) -> None:
+    """A segmentation fault of rank 1 in the first attempt, while rank 0 waits for it; the second is fine."""
+    if len(run.status().extra["attempts"]) == 1:
+        if os.environ["RANK"] == "1":
+            import ctypes
+
+            ctypes.string_at(0)
+        time.sleep(60)
+    count_starts(cfg, run, runtime)
