@@ -81,6 +81,8 @@ class Agent:
             return State.cancelled
         if run.status().state not in _WAITING:
             # Ended or cancelled by somebody else, or this job was started twice.
+            with contextlib.suppress(OSError):
+                cancel_file(run).unlink(missing_ok=True)
             return run.status().state
         try:
             outcome = self._attempt(run)

@@ -140,9 +140,12 @@ class LiveView:
 
 def make_view() -> View:
     """The table on a terminal that can redraw, plain lines otherwise."""
-    if sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
-        return LiveView()
-    return PlainView()
+    return LiveView() if has_terminal() else PlainView()
+
+
+def has_terminal() -> bool:
+    """Whether standard output is a terminal that can redraw a table."""
+    return sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
 
 
 def table(rows: Sequence[Row], *, height: int) -> Table:

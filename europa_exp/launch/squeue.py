@@ -76,8 +76,8 @@ def _both(queue: SlurmState, accounts: SlurmState) -> SlurmState:
 
 def _squeue(ids: Sequence[str], timeout: float) -> dict[str, SlurmState] | str:
     command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={_whole(ids)}"]
-    output = _run([*command, f"--format={'|'.join(_SQUEUE)}"], timeout)
-    if isinstance(output, _Refused):
+    output = run([*command, f"--format={'|'.join(_SQUEUE)}"], timeout)
+    if isinstance(output, Refused):
         # Asked for one job that it has forgotten, squeue calls that an error; for several it leaves them out.
         return {} if "nvalid job id" in output.text else f"squeue: {output.text}"
     found: dict[str, SlurmState] = {}
@@ -102,8 +102,8 @@ def _squeue(ids: Sequence[str], timeout: float) -> dict[str, SlurmState] | str:
 
 def _sacct(ids: Sequence[str], timeout: float) -> dict[str, SlurmState] | str:
     command = ["sacct", "--noheader", "--parsable2", "--duplicates", f"--jobs={_whole(ids)}"]
-    output = _run([*command, f"--format={','.join(_SACCT)}"], timeout)
-    if isinstance(output, _Refused):
+    output = run([*command, f"--format={','.join(_SACCT)}"], timeout)
+    if isinstance(output, Refused):
         return f"sacct: {output.text}"
     records: dict[str, list[SlurmState]] = {}
     for line in output.splitlines():
@@ -141,16 +141,17 @@ def _sacct(ids: Sequence[str], timeout: float) -> dict[str, SlurmState] | str:
     return {i: replace(found[-1], earlier=tuple(found[:-1])) for i, found in records.items()}
 
 
-class _Refused:
+class Refused:
     """A command that gave no answer; ``text`` says why, in one line."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
 
-def _run(command: list[str], timeout: float) -> str | _Refused:
+def run(command: list[str], timeout: float = TIMEOUT_S) -> str | Refused:
+    """What one of Slurm's commands prints; Refused when there is none, it fails, or time is up. Never raises."""
     if shutil.which(command[0]) is None:
-        return _Refused("there is no such command here")
+        return Refused("there is no such command here")
     environ = {k: v for k, v in os.environ.items() if not _PERSONAL.fullmatch(k)}
     try:
         process = subprocess.Popen(
@@ -165,20 +166,20 @@ def _run(command: list[str], timeout: float) -> str | _Refused:
             start_new_session=True,
         )
     except OSError as error:
-        return _Refused(f"it can't be started ({error.strerror or error})")
+        return Refused(f"it can't be started ({error.strerror or error})")
     with process:
         try:
             output, complaint = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-            return _Refused(f"no answer in {timeout:g} s")
+            return Refused(f"no answer in {timeout:g} s")
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise
     if process.returncode:
         lines = [line.strip() for line in complaint.splitlines() if line.strip()]
-        return _Refused(lines[-1][:300] if lines else f"it ended with exit code {process.returncode}")
+        return Refused(lines[-1][:300] if lines else f"it ended with exit code {process.returncode}")
     return output
 
 

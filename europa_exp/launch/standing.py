@@ -15,6 +15,8 @@ from typing import Any
 
 from europa_exp.launch import squeue
 from europa_exp.launch.agents import AgentRecord, agents
+from europa_exp.launch.submission import jobs_of
+from europa_exp.runs.attempts import attempts_of
 from europa_exp.runs.folder import RunFolder, RunFolderError
 from europa_exp.runs.lookup import Entry
 from europa_exp.runs.slurm_record import CANCELLED, SUCCESS, Answer, SlurmState, node_names
@@ -78,16 +80,23 @@ class Survey:
     silent: tuple[str, ...] = ()
 
 
-def job_id(status: Status) -> str | None:
-    """The Slurm job that works, or last worked, on the run (``123`` or ``123_4``); None for a local run."""
-    found = status.extra.get("job_id")
-    return str(found) if isinstance(found, int | str) and str(found) else None
+def on_slurm(status: Status) -> bool:
+    """Whether the run was meant for Slurm, even if its submission broke off."""
+    return "job_folder" in status.extra or "job_id" in status.extra
 
 
-def attempts(status: Status) -> list[dict[str, Any]]:
-    """The recorded attempts, the oldest first."""
-    found = status.extra.get("attempts")
-    return [a for a in found if isinstance(a, dict)] if isinstance(found, list) else []
+def current_job(ids: Sequence[str], answer: Answer) -> tuple[str | None, SlurmState | None]:
+    """Of the jobs that were to work on a run (several where dependent jobs continue it), the one that matters now: one that
+    runs, else one that waits, else the last that Slurm knows."""
+    known = [answer.jobs[i] for i in ids if i in answer.jobs]
+    for wanted in (
+        [s for s in known if not s.ended and not s.waiting],
+        [s for s in known if s.waiting],
+        known[::-1],
+    ):
+        if wanted:
+            return wanted[0].job_id, wanted[0]
+    return (ids[-1] if ids else None), None
 
 
 def survey(
@@ -101,12 +110,11 @@ def survey(
     ``slurm`` is an earlier answer to use instead of a new one: a view that redraws itself must not burden the controller.
     """
     entries = [Entry(run) for run in runs]
-    open_ids = [i for e in entries if not e.status.ended and (i := job_id(e.status))]
+    open_ids = [i for e in entries if not e.status.ended for i in jobs_of(e.run, e.status)]
     answer = slurm if slurm is not None else ask(open_ids) if open_ids else Answer(known=True)
     busy: set[str] = set()
     for index, entry in enumerate(entries):
-        i = job_id(entry.status)
-        found = answer.jobs.get(i) if i else None
+        i, found = current_job(jobs_of(entry.run, entry.status), answer)
         if i and not entry.status.ended and (found is None or found.ended):
             # The job may have written its last word since: a record is read before the queue, and once more after it.
             entries[index] = entry = Entry(entry.run)
@@ -117,9 +125,9 @@ def survey(
 
 
 def _standing(entry: Entry, answer: Answer, known: dict[str, AgentRecord], busy: set[str]) -> Standing:
-    status, i = entry.status, job_id(entry.status)
-    found = answer.jobs.get(i) if i else None
-    tries = attempts(status)
+    status = entry.status
+    i, found = current_job(jobs_of(entry.run, status), answer)
+    tries = attempts_of(status)
     row, _ = entry.last
     step = row.get("step")
     base = Standing(
@@ -140,6 +148,10 @@ def _standing(entry: Entry, answer: Answer, known: dict[str, AgentRecord], busy:
         return replace(base, note=status.reason or "")
     if status.ended:
         return base
+    if i is None and on_slurm(status):
+        return replace(
+            base, state=LOST, note="it was never handed to Slurm; type the call that made it again"
+        )
     if i is None:
         return _local(base, known.get(str(entry.run.path)))
     if found is None:
@@ -191,7 +203,7 @@ def _local(base: Standing, agent: AgentRecord | None) -> Standing:
 
 def _agents_of(entries: Sequence[Entry]) -> dict[str, AgentRecord]:
     """The agents of the local runs that wait, if there are such runs."""
-    places = {e.run.path.parent for e in entries if e.status.state in _WAITING and job_id(e.status) is None}
+    places = {e.run.path.parent for e in entries if e.status.state in _WAITING and not on_slurm(e.status)}
     found: dict[str, AgentRecord] = {}
     for place in places:
         found.update(agents(place))
@@ -216,7 +228,7 @@ def _nodes(status: Status, found: SlurmState | None, tries: Sequence[dict[str, A
         return ",".join(map(str, recorded))
     if isinstance(recorded, str) and recorded:
         return recorded
-    return "" if job_id(status) else status.host or ""
+    return "" if on_slurm(status) else status.host or ""
 
 
 def node_of(standing: Standing, rank: int, ranks_per_node: int) -> str | None:
