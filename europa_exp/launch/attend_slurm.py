@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from europa_exp.config import schema
+from europa_exp.launch import squeue
 from europa_exp.launch.attend import INTERRUPTED, Stops, report
-from europa_exp.launch.submission import OPEN
+from europa_exp.launch.submission import OPEN, jobs_of
 from europa_exp.runs.status import State
 
 if TYPE_CHECKING:
@@ -26,7 +27,13 @@ ASK_EVERY_S = 20.0
 
 FIRST_ASK_S = 4.0
 
+LINGER_S = 60.0
+"""Longest wait for the jobs of runs that are over: rank 0 says completed, and another rank can still fail at its end."""
+
 _LOOK_EVERY_S = 1.0
+_LINGER_EVERY_S = 2.0
+_NO_RANKS = frozenset({"COMPLETING", "STAGE_OUT"})
+"""States of a job that is not over, in which its processes have ended."""
 
 
 def attend(handed: Handed, launch: schema.Launch, stops: Stops) -> int:
@@ -80,18 +87,36 @@ class Watch:
         self._over: set[str] = set()
         self._waits = ""
         self._silent: tuple[str, ...] = ()
+        self._linger_until: float | None = None
 
     def going_on(self) -> bool:
-        """True until every run has ended, by its own record or, twice in a row, by Slurm's."""
+        """True until every run has ended, by its own record or, twice in a row, by Slurm's, and no rank is left."""
         for row in self._rows:
             row.refresh()
         left = [row for row in self._rows if row.status.state in OPEN]
         if not left:
-            return False
+            return self._ranks_left()
+        self._linger_until = None
         if time.monotonic() >= self._next:
             self._ask(left)
             self._next = time.monotonic() + ASK_EVERY_S
         return True
+
+    def _ranks_left(self) -> bool:
+        """Whether jobs of the runs, all of which are over, still have processes: what they do may change the end."""
+        now = time.monotonic()
+        if self._linger_until is None:
+            self._linger_until, self._next = now + LINGER_S, now
+        if now < self._next:
+            return True
+        self._next = now + _LINGER_EVERY_S
+        ids = [job for row in self._rows for job in jobs_of(row.run, row.status)]
+        found = squeue.ask(ids).jobs.values()
+        busy = [j for j in found if not (j.ended or j.waiting or j.state in _NO_RANKS)]
+        if busy and now > self._linger_until:
+            self._say(f"job {busy[0].job_id} still runs, though its runs are over")
+            return False
+        return bool(busy)
 
     def _ask(self, left: Sequence[Row]) -> None:
         from europa_exp.launch.standing import survey

@@ -280,6 +280,26 @@ def test_a_vanished_job_is_believed_the_second_time(tmp_path, monkeypatch, capsy
     assert not watch.going_on()
 
 
+def test_a_rank_that_is_left_can_still_change_the_end(tmp_path, answers, monkeypatch):
+    monkeypatch.setattr(attend_slurm, "_LINGER_EVERY_S", 0)
+    answers[0]["7"] = "RUNNING"
+    [run] = made(tmp_path / "runs", slurm_config())
+    run.set_state(State.completed, job_id="7", job_ids=["7"])
+    said: list[str] = []
+    row = follow.Row(run, 3)
+    watch = attend_slurm.Watch([row], said.append)
+    assert watch.going_on()
+    run.set_state(State.failed)
+    answers[0]["7"] = "COMPLETING"
+    assert not watch.going_on()
+    assert row.status.state is State.failed
+    # A job that never ends does not hold the command for ever.
+    answers[0]["7"] = "RUNNING"
+    monkeypatch.setattr(attend_slurm, "LINGER_S", -1)
+    assert not attend_slurm.Watch([row], said.append).going_on()
+    assert said == ["job 7 still runs, though its runs are over"]
+
+
 def test_what_to_type_next(tmp_path, monkeypatch, capsys):
     from europa_exp.launch.slurm_submit import Handed
 
