@@ -4,7 +4,8 @@ What is sent of a run are the rows of its ``metrics.jsonl``, in their order, und
 A whole run that ended goes as the client's own offline folders (one an attempt: a requeued run has several). Those can't
 always be used: the client writes its log in blocks of 32 KiB, so the log of a live run lags, that of a killed rank lacks its
 end and is often cut inside a record, and a log of which a part was sent before would be sent again from its beginning. Then the
-client writes the rows that are missing on the server into a new offline folder, which is sent instead; no row gets lost.
+client writes the rows that are missing on the server into a new offline folder, which is sent instead; no row gets lost. (The
+client stamps those with a run time of its own, ``_runtime``; step and wall time are the training's.)
 
 How far a run was sent stands in ``wandb/sent.json`` of its folder, and the server is asked before and after: a row that
 arrived is not sent again, even when a sync was interrupted.
@@ -25,10 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 from europa_exp.runs import wandb_process
 from europa_exp.runs.files import replace_text
-from europa_exp.runs.folder import RunFolder, RunFolderError
+from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.lookup import Entry, brief
 from europa_exp.runs.status import State
 from europa_exp.runs.tracking import wandb_id
+from europa_exp.runs.wandb_log import Log, read_log
 from europa_exp.runs.wandb_process import WandbUnavailable
 
 if TYPE_CHECKING:
@@ -59,17 +61,6 @@ class Outcome:
     live: bool = False
     why: str = ""
     notes: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Log:
-    """A ``.wandb`` file of an offline run: an attempt of ours. ``rows`` that can be read; ``whole`` with its end."""
-
-    path: Path
-    rows: int
-    whole: bool
-    appends: bool
-    """Whether the client recorded that it continues a run that may exist."""
 
 
 @dataclass
@@ -210,22 +201,6 @@ def offline_folders(run: RunFolder) -> list[Path]:
     """The offline W&B folders of a run, the oldest first."""
     found = [path for path in run.wandb_dir.glob("offline-run-*") if any(path.glob("*.wandb"))]
     return sorted(found, key=lambda path: (path.name, path.stat().st_mtime_ns))
-
-
-def read_log(path: Path) -> Log:
-    """What can be read of a ``.wandb`` file; never raises for what is cut, damaged or no such file."""
-    from europa_exp.runs.wandb_log import records
-
-    log = Log(path, 0, whole=False, appends=False)
-    with contextlib.suppress(OSError, ValueError):
-        for record in records(path):
-            kind = record.WhichOneof("record_type")
-            if kind == "history":
-                log.rows += 1
-            elif kind == "run":
-                log.appends = log.appends or bool(getattr(record.run, "resume", False))
-            log.whole = kind == "exit" or (log.whole and kind in ("summary", "footer", "final"))
-    return log
 
 
 def _sent(run: RunFolder) -> dict[str, Any]:
@@ -421,6 +396,3 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 def _runs(count: int) -> str:
     return f"{count} run" if count == 1 else f"{count} runs"
-
-
-__all__ = ["Outcome", "RunFolderError", "WandbUnavailable", "offline_folders", "read_log", "summary", "sync"]

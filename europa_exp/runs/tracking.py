@@ -16,7 +16,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -192,6 +192,13 @@ class Client:
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         self._run.log({STEP_KEY: step, **metrics})
+
+    def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Take the last values of rows that were sent before into the summary, which each part of a run replaces."""
+        last: dict[str, Any] = {}
+        for row in rows:
+            last |= numbers(row) | {STEP_KEY: row["step"]}
+        self._run.summary.update(last)
 
     def mark_unfinished(self) -> None:
         """Say that the run goes on after this part of it, whatever exit code the part gets."""

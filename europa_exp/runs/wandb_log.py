@@ -6,9 +6,11 @@ records, each headed by checksum, length and place in its record. A record is on
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +64,31 @@ def records(path: str | Path) -> Iterator[Any]:
         except DecodeError:
             return
         yield record
+
+
+@dataclass
+class Log:
+    """What can be read of a ``.wandb`` file."""
+
+    path: Path
+    rows: int = 0
+    """Rows of history."""
+    whole: bool = False
+    """Whether the record of the end of the run is there."""
+    appends: bool = False
+    """Whether the client recorded that the run may exist on the server and this continues it."""
+
+
+def read_log(path: Path) -> Log:
+    """Look through a ``.wandb`` file; never raises for one that is cut, damaged, empty or not to be read.
+
+    Raises ImportError without the wandb package.
+    """
+    log = Log(path)
+    with contextlib.suppress(OSError, ValueError):
+        for record in records(path):
+            kind = record.WhichOneof("record_type")
+            log.rows += kind == "history"
+            log.whole = log.whole or kind == "exit"
+            log.appends = log.appends or (kind == "run" and bool(getattr(record.run, "resume", False)))
+    return log

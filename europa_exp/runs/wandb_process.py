@@ -235,6 +235,7 @@ def _write(part: Mapping[str, Any], place: Path) -> str:
     place.mkdir()
     client = Client(run, run.config(), "offline", place)
     try:
+        client.recall(rows[: part["start"]])
         for row in rows[part["start"] : part["end"]]:
             values = {key: value for key, value in row.items() if key not in ("step", "time")}
             client.log(values | _moment(row.get("time")), row["step"])
