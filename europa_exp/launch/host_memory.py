@@ -91,18 +91,6 @@ def check_floor(
         )
 
 
-def record(path: Path, line: Mapping[str, Any]) -> None:
-    """Append one line to the report of a run; all ranks write to one file, a line at a time. Raises OSError."""
-    data = (json.dumps(dict(line)) + "\n").encode()
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        os.write(handle, data)
-    finally:
-        os.close(handle)
-
-
 def exclude(path: Path, bad: Mapping[str, str]) -> list[str]:
     """Add nodes (name -> why) to the list of a sweep and return all that it holds by now. Raises OSError.
 

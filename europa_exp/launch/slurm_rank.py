@@ -37,7 +37,7 @@ from europa_exp.launch.slurm_task import Task
 from europa_exp.launch.worker import RankSpec, leave, record_error, run_rank
 from europa_exp.runs import attempts
 from europa_exp.runs.attempts import STOPPED, Reason
-from europa_exp.runs.files import replace_text
+from europa_exp.runs.files import append_line, replace_text
 from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.status import ENDED, State, now
 
@@ -47,6 +47,12 @@ default, for all that is to be done here."""
 
 _ABORTED_S = 2.0
 """Seconds that a rank gets to notice that the step is being ended without a record of why."""
+
+_LATE_S = 600.0
+"""Seconds that the first task waits for the others after its own rank is done."""
+
+TASKS_FILE = "tasks.jsonl"
+"""Under ``logs/``: one line for each rank of each attempt, with its exit code, when it has ended."""
 
 _WATCHED = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
@@ -65,7 +71,10 @@ def work(runs: Sequence[RunFolder], folder: Path, entry: str) -> dict[str, str]:
         print(error, file=sys.stderr)
         leave(1)
     for turn, run in enumerate(runs):
-        code = _Turn(task, run, entry, signals, turn=turn, more=turn + 1 < len(runs)).take()
+        part = _Turn(task, run, entry, signals, turn=turn, more=turn + 1 < len(runs))
+        code = part.take()
+        if worst and code == 0 and turn + 1 == len(runs):
+            part.let_others_finish()
         worst = worst or code
     if worst:
         leave(worst)
@@ -151,6 +160,7 @@ class _Turn:
         assert self.code is not None
         if self.code not in (0, STOPPED):
             self._complete_record()
+        self._say_that_it_ended()
         if self.first:
             return self._conclude()
         return self._follow()
@@ -207,7 +217,7 @@ class _Turn:
             **(found["nodes"][socket] if socket is not None else {}),
         }
         try:
-            host_memory.record(self.run.path / "logs" / host_memory.REPORT_FILE, line)
+            append_line(self.run.path / "logs" / host_memory.REPORT_FILE, json.dumps(line))
         except OSError as error:
             self._log(f"rank {task.rank}: the memory of its host can't be recorded: {error}")
         if cfg.cluster.memory_floor_gib is not None:
@@ -279,7 +289,7 @@ class _Turn:
                     aborted_at = self._on_term()
                 elif aborted_at is not None and time.monotonic() > aborted_at:
                     self._end_child(Reason.lost_rank, "a rank vanished and left no record")
-                elif self.more and self._errors():
+                elif self.more and any(code not in (0, STOPPED) for code in self._ended().values()):
                     self._end_child(Reason.exception, "another rank failed")
             elif (self.more or counts[signal.SIGTERM]) and self._ended_by_first():
                 self._end_child(Reason.cancelled, "the run is over")
@@ -293,7 +303,8 @@ class _Turn:
             if not job.preempted and self._settled_errors():
                 self._end_child(Reason.exception, "another rank failed")
                 return None
-            processes.send(self.child, signal.SIGUSR2)
+            if self.code is None:
+                processes.send(self.child, signal.SIGUSR2)
             # Before a preemption there is time to save. Otherwise srun is ending the step, and a rank that waits for a lost
             # one in a collective would wait for longer than Slurm does.
             return None if job.preempted else time.monotonic() + _ABORTED_S
@@ -319,9 +330,10 @@ class _Turn:
     def _end_child(self, reason: Reason, why: str) -> None:
         if self.ending is None:
             self.ending = (reason, why)
-        # Its helpers are in its session; a rank that is ended here has nothing left to say.
-        processes.send(self.child, signal.SIGKILL, group=True)
-        processes.send(self.child, signal.SIGKILL)
+        if self.code is None:
+            # Its helpers are in its session; a rank that is ended here has nothing left to say.
+            processes.send(self.child, signal.SIGKILL, group=True)
+            processes.send(self.child, signal.SIGKILL)
 
     def _complete_record(self) -> None:
         """Leave an error record for a rank that could not, unless this task ended it."""
@@ -357,21 +369,14 @@ class _Turn:
             _wait_to_be_killed(
                 until=lambda: self._ended_by_first() or self.signals.counts[signal.SIGTERM] > 0
             )
-        elif self.ending is None:
-            # The first task may have called the run completed already: a rank that fails at its exit makes that untrue.
-            error = self._own_error()
-            with contextlib.suppress(OSError):
-                if error is not None and self.run.status().state is State.completed:
-                    found = _as_failure(error)
-                    self.run.set_state(
-                        State.failed,
-                        only_from=(State.completed,),
-                        error=found.record(),
-                        attempts=attempts.closed(
-                            self.run.status(), self.task.start, retry.classify(found.record())
-                        ),
-                    )
         return code
+
+    def let_others_finish(self) -> None:
+        """Wait until the run is over for all: a task that ends with a failure of an earlier run ends the others."""
+        if not self.first:
+            _wait_to_be_killed(
+                until=lambda: self._ended_by_first() or self.signals.counts[signal.SIGTERM] > 0
+            )
 
     def _ended_by_first(self) -> bool:
         status = self.run.status()
@@ -383,13 +388,13 @@ class _Turn:
 
     def _conclude(self) -> int:
         """Record how the run ended and decide what comes next; does not return when the job starts again."""
-        code = self._exit_code()
-        if self.code == 0:
+        if self.code == 0 and self._others_succeeded():
             self._close(State.completed, Reason.completed)
             return 0
+        code = self._exit_code()
         reason, error = self._cause()
-        if self.ending is not None and error is not None:
-            code = self._exit_codes().get(str(error.get("rank")), 1)
+        if self.ending is not None:
+            code = self._ended().get(int(error["rank"] or 0) if error else 0, 0) or 1
             code = 128 - code if code < 0 else code
         if reason is Reason.cancelled:
             self._close(State.cancelled, reason)
@@ -408,6 +413,31 @@ class _Turn:
             self._close(State.failed, reason, error=error, why=decision.reason)
             return code
         return self._again(self.cfg, reason, error, decision.why, code)
+
+    def _others_succeeded(self) -> bool:
+        """Wait for the other tasks, whose ranks may end later than this one or fail at their exit. False: one failed, or the
+        job is being ended; ``ending`` says what happened then."""
+        terms, begin = 0, time.monotonic()
+        while True:
+            codes = self._ended()
+            if any(code not in (0, STOPPED) for code in codes.values()):
+                self.ending = (Reason.exception, "another rank failed")
+                return False
+            if len(codes) >= self.task.tasks:
+                return all(code == 0 for code in codes.values())
+            if self.signals.counts[signal.SIGTERM] > terms:
+                terms = self.signals.counts[signal.SIGTERM]
+                if self._on_term() is not None:
+                    self.ending = (Reason.lost_rank, "a rank vanished and left no record")
+                if self.ending is not None:
+                    return False
+            if time.monotonic() - begin > _LATE_S:
+                late = sorted(set(range(self.task.tasks)) - set(codes))
+                self._log(
+                    f"ranks {late} did not say that they ended within {_LATE_S:.0f} s; not waiting for them"
+                )
+                return True
+            self.signals.wait(0.2)
 
     def _again(self, cfg: Config, reason: Reason, error: dict[str, Any] | None, why: str, code: int) -> int:
         """Start again: by a requeue, or by the next job of the chain."""
@@ -468,7 +498,7 @@ class _Turn:
             error = {"rank": None, "type": str(reason), "message": why or str(reason), "traceback": ""}
         if ended:
             fields["error"] = error
-            fields["exit_codes"] = self._exit_codes()
+            fields["exit_codes"] = {str(rank): code for rank, code in sorted(self._ended().items())}
         self._log(f"{state}: {why or reason}")
         for attempt in range(3):
             try:
@@ -541,6 +571,32 @@ class _Turn:
                 found.append(record)
         return found
 
+    def _say_that_it_ended(self) -> None:
+        task = self.task
+        line = {
+            "time": now(),
+            "start": task.start,
+            "rank": task.rank,
+            "node": task.host,
+            "code": self.code,
+            "ended_by_us": self.ending is not None,
+        }
+        try:
+            append_line(self.run.path / "logs" / TASKS_FILE, json.dumps(line))
+        except OSError as error:
+            self._log(f"rank {task.rank} ended with exit code {self.code}, which can't be recorded: {error}")
+
+    def _ended(self) -> dict[int, int]:
+        """Exit codes of the ranks that have ended by themselves in this start of the job, negative for a signal."""
+        found: dict[int, int] = {}
+        with contextlib.suppress(OSError):
+            for text in (self.run.path / "logs" / TASKS_FILE).read_text(encoding="utf-8").splitlines():
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    line = json.loads(text)
+                    if line["start"] == self.task.start and not line["ended_by_us"]:
+                        found[int(line["rank"])] = int(line["code"])
+        return found
+
     def _own_error(self) -> dict[str, Any] | None:
         record = failure.error_record(self.run.error_file(self.task.rank))
         return record if record is not None and record.get("start") == self.task.start else None
@@ -549,13 +605,6 @@ class _Turn:
         """The rank's exit code as a shell would give it: 128 and the number of a signal."""
         assert self.code is not None
         return 128 - self.code if self.code < 0 else self.code
-
-    def _exit_codes(self) -> dict[str, int]:
-        codes = {
-            str(r["rank"]): r["exit_code"] if isinstance(r.get("exit_code"), int) else 1
-            for r in self._error_records()
-        }
-        return codes | ({"0": self.code} if self.code is not None and self.ending is None else {})
 
     def _log(self, text: str) -> None:
         line = f"{now()} {text}\n"
