@@ -49,6 +49,9 @@ def cost(points: list[Point]) -> list[str]:
     lines = []
     for group in slurm.by_shape([p for p in points if p.cfg.cluster.executor is Executor.slurm]):
         cfg, hours = group[0].cfg, slurm.node_hours(group)
+        if cfg.cluster.inside_allocation:
+            lines.append(f"{cfg.cluster.name}: in the allocation of this shell, one run after the other")
+            continue
         jobs = slurm.n_jobs(group)
         many = f"{jobs} jobs of" if jobs > 1 else "1 job of"
         nodes = f"{cfg.parallelism.nodes} node{'s' if cfg.parallelism.nodes > 1 else ''}"
@@ -84,7 +87,8 @@ def _scripts(plan: Plan, stream: TextIO) -> None:
             names = ", ".join(dict.fromkeys(p.name for p in group))
             print(f"# ======== script {i} of {len(groups)}, for {names}", file=stream)
         name = plan.sweep or first.name
-        text = slurm.script_text(first.cfg, first.cfg.launch, name=name, n_jobs=slurm.n_jobs(group))
+        n_jobs = 1 if first.cfg.cluster.inside_allocation else slurm.n_jobs(group)
+        text = slurm.script_text(first.cfg, first.cfg.launch, name=name, n_jobs=n_jobs)
         print(text, file=stream)
 
 
@@ -116,8 +120,8 @@ def _slurm_cells(point: Point) -> tuple[str, str]:
     from europa_exp.launch import slurm
 
     launch, nodes = point.cfg.launch, str(point.cfg.parallelism.nodes)
-    if not point.cfg.cluster.time_limit:
-        return nodes, "the allocation's"
+    if point.cfg.cluster.inside_allocation:
+        return nodes, "-"
     return nodes, hours_text(slurm.hours_per_job(point.cfg) * launch.repeat / launch.points_per_job)
 
 

@@ -35,7 +35,9 @@ _NO_LIMIT_MIN = 60 * 24 * 365
 
 def minutes(cluster: Cluster) -> int:
     """The time limit in minutes; inside an allocation, whose own limit counts, a year."""
-    return walltime.minutes(cluster.time_limit) if cluster.time_limit else _NO_LIMIT_MIN
+    if cluster.inside_allocation or not cluster.time_limit:
+        return _NO_LIMIT_MIN
+    return walltime.minutes(cluster.time_limit)
 
 
 def sbatch_parameters(cfg: Config, launch: Launch, *, name: str, code: Path | None = None) -> dict[str, Any]:
@@ -52,7 +54,9 @@ def sbatch_parameters(cfg: Config, launch: Launch, *, name: str, code: Path | No
     if cluster.inside_allocation:
         ranks = layout.nodes * layout.gpus_per_node
         srun += [f"--nodes={layout.nodes}", f"--ntasks={ranks}", f"--ntasks-per-node={layout.gpus_per_node}"]
-        srun += [f"--gres={cluster.gres}"] if cluster.gres else []
+        for option in ("gres", "nodelist", "exclude"):
+            value = getattr(cluster, option)
+            srun += [f"--{option}={value}"] if value else []
     parameters = {
         "name": name,
         "nodes": layout.nodes,
@@ -182,8 +186,14 @@ def n_jobs(points: Sequence[Point]) -> int:
 
 
 def hours_per_job(cfg: Config) -> float:
-    """Node-hours that one job of this configuration is charged at most for one attempt: nodes x time limit."""
-    return cfg.parallelism.nodes * minutes(cfg.cluster) / 60 if cfg.cluster.time_limit else 0.0
+    """Node-hours that one job of this configuration is charged at most for one attempt: nodes x time limit.
+
+    None inside an allocation: that one is paid for, whatever runs in it.
+    """
+    cluster = cfg.cluster
+    if cluster.inside_allocation or not cluster.time_limit:
+        return 0.0
+    return cfg.parallelism.nodes * minutes(cluster) / 60
 
 
 def node_hours(points: Sequence[Point]) -> float:

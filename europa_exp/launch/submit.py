@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from europa_exp.config import schema
 from europa_exp.config.errors import ConfigError, Problem
-from europa_exp.launch import dispatch, environment, processes, slurm
+from europa_exp.launch import allocation, dispatch, environment, processes, slurm
 from europa_exp.launch.attend import INTERRUPTED, Stops, attend
 from europa_exp.launch.forkserver import PRELOAD
 from europa_exp.launch.worker import TRAIN
@@ -53,7 +54,8 @@ def submit(
         return 0
     if problem := slurm.too_expensive([point for point, _ in todo]):
         raise ConfigError([("", problem)])
-    if points[0].cfg.cluster.executor is schema.Executor.slurm:
+    cluster = points[0].cfg.cluster
+    if cluster.executor is schema.Executor.slurm and not cluster.inside_allocation:
         given = list(zip(points, fingerprints, strict=True))
         return _to_slurm(given, todo, launch, sweep=sweep, command=command, entry=entry, code=code)
     with Stops() as stops:
@@ -65,7 +67,11 @@ def submit(
         try:
             for run in runs:
                 run.set_state(State.queued)
-            job = None if stops.count else dispatch.LocalJob(runs, Path(launch.runs_dir), entry, preload)
+            place, job = Path(launch.runs_dir), None
+            if not stops.count and cluster.inside_allocation:
+                job = allocation.AllocationJob(runs, place, entry, launch)
+            elif not stops.count:
+                job = dispatch.LocalJob(runs, place, entry, preload)
         except OSError as error:
             _remove(runs)
             raise RunFolderError(
@@ -123,10 +129,14 @@ def _refuse(points: Sequence[Point]) -> None:
             problems.append(
                 (point.name, Problem("cluster.executor", point.cfg.cluster.executor, rule, way_out))
             )
-        if point.cfg.cluster.inside_allocation:
-            rule = "running inside an allocation is not built yet"
-            way_out = "Submit with sbatch: leave cluster.inside_allocation out"
-            problems.append((point.name, Problem("cluster.inside_allocation", True, rule, way_out)))
+        inside = point.cfg.cluster.inside_allocation
+        if inside is not points[0].cfg.cluster.inside_allocation:
+            rule = f"{points[0].name} of the same call says otherwise, and one call goes to one place"
+            problems.append(
+                (point.name, Problem("cluster.inside_allocation", inside, rule, "Make two calls"))
+            )
+        elif inside and (problem := allocation.problem(point.cfg, os.environ)):
+            problems.append((point.name, problem))
         layout = point.cfg.parallelism
         world = layout.nodes * layout.gpus_per_node
         if devices and point.cfg.cluster.executor is schema.Executor.local and world > len(devices):

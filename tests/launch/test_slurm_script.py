@@ -238,6 +238,18 @@ def test_inside_an_allocation_srun_is_told_the_shape(commands, tmp_path):
     assert {"--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--gres=gpu:2"} <= set(args)
 
 
+def test_outside_an_allocation_it_is_refused(monkeypatch, at_home):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    result = call("cluster=here", "parallelism.nodes=2")
+    assert result.code == 2
+    assert "this shell holds no allocation" in result.err
+    assert "salloc --nodes=2 --ntasks-per-node=2" in result.err
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    assert "parallelism.nodes=2: job 5, the allocation of this shell, has 1" in call("cluster=here").err
+    assert os.listdir(at_home) == []
+
+
 # ------------------------------------------------------------------------------------------------------------- options
 
 

@@ -57,6 +57,29 @@ def belongs_to_slurm(cfg: Config) -> Iterator[Problem]:
         )
 
 
+_FOR_SBATCH = (
+    "detach",
+    "max_node_hours",
+    "points_per_job",
+    "throttle",
+    "max_array_size",
+    "dependency",
+    "snapshot",
+)
+
+
+@reads("cluster", "launch")
+def inside_an_allocation(cfg: Config) -> Iterator[Problem]:
+    """What is told to sbatch has no use where the shell holds the nodes already, and runs take turns there."""
+    if cfg.cluster.executor is not Executor.slurm or not cfg.cluster.inside_allocation:
+        return
+    for f in fields(LaunchGroup):
+        if f.name in _FOR_SBATCH and getattr(cfg.launch, f.name) != f.metadata["off"]:
+            rule = "has no meaning inside an allocation (cluster.inside_allocation=true): runs take turns there, at once"
+            way_out = "Leave it out, or submit with sbatch"
+            yield Problem(f"launch.{f.name}", getattr(cfg.launch, f.name), rule, way_out)
+
+
 @reads("cluster.executor", "cluster.time_limit", "cluster.max_time_limit", "cluster.inside_allocation")
 def time_limit(cfg: Config) -> Iterator[Problem]:
     """Slurm's own default can be an hour or for ever; here the limit is always said."""
@@ -88,11 +111,11 @@ def time_limit(cfg: Config) -> Iterator[Problem]:
         yield Problem("cluster.time_limit", c.time_limit, rule, f"Take {c.max_time_limit} or less")
 
 
-@reads("cluster.time_limit", "cluster.signal_margin_s", "cluster.executor")
+@reads("cluster.time_limit", "cluster.signal_margin_s", "cluster.executor", "cluster.inside_allocation")
 def signal_margin(cfg: Config) -> Iterator[Problem]:
     """A warning that comes before the start ends the job at once."""
     c = cfg.cluster
-    if c.executor is not Executor.slurm or c.time_limit is None:
+    if c.executor is not Executor.slurm or c.time_limit is None or c.inside_allocation:
         return
     try:
         limit = walltime.seconds(c.time_limit)
@@ -264,6 +287,7 @@ def numa(cfg: Config) -> Iterator[Problem]:
 
 RULES = [
     belongs_to_slurm,
+    inside_an_allocation,
     time_limit,
     signal_margin,
     account,
