@@ -34,6 +34,9 @@ _MOST_LOGS = 512
 _ATTEMPT = "======== "
 """Begins the first line of an attempt in a rank's log."""
 
+_CRASH = re.compile(r"^Fatal Python error: ")
+"""Begins what faulthandler prints of a crash in native code; the stack follows, the innermost frame first."""
+
 _ECHOES = {"RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError"}
 _OF_LAUNCHER = {"AgentKilled", "StartError", "ForkServerError"}
 
@@ -381,7 +384,7 @@ def _symptomatic(
 ) -> Explanation:
     """A cause that one rank's error names."""
     first = message.strip().partition("\n")[0]
-    what = f"{kind}: {first}" if kind else first
+    what = _in_one_line(f"{kind}: {message}" if kind else message)
     evidence: list[Evidence] = []
     if rank is not None:
         evidence += _error_lines(case, rank, kind, first)
@@ -401,13 +404,19 @@ def _symptomatic(
     )
 
 
+def _in_one_line(text: str) -> str:
+    """The first line; with the next one, where the first only announces it."""
+    lines = [line.strip() for line in text.strip().split("\n") if line.strip()]
+    return _short(" ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1]))
+
+
 def _error_lines(case: _Case, rank: int, kind: str, first: str) -> list[Evidence]:
     """Where the rank's log says it, with the frames before; without a log, the error record."""
     text = case.text(rank)
     wanted = first[:80].strip() or kind
     index = text.find(re.compile(re.escape(wanted))) if wanted else None
     if index is not None:
-        return [text.evidence(index, before=4)]
+        return [text.evidence(index, before=4, after=3)]
     record = case.errors.get(rank)
     if record is not None:
         trace = [line for line in str(record.get("traceback") or "").splitlines() if line.strip()]
@@ -472,8 +481,11 @@ def _ended_without_words(case: _Case, rank: int | None, kind: str, message: str,
             evidence=_bounded([*oom, *evidence]),
             advice=_advice(case, Cause.host_memory, rank),
         )
-    if rank is not None and (end := case.text(rank).end()) is not None:
-        evidence.append(end)
+    if rank is not None:
+        text = case.text(rank)
+        index = text.find(_CRASH)
+        end = text.end() if index is None else text.evidence(index, after=MOST_LINES - 1)
+        evidence += [end] if end is not None else []
     evidence += _in_jobs(case, re.compile(r"srun: error: .*task"))
     if number in (signal.SIGSEGV, signal.SIGBUS):
         grace = _is_arm(case)
@@ -596,7 +608,9 @@ def _timeout(case: _Case, rank: int | None, kind: str, message: str) -> Explanat
             said += f"\n{record.get('message')}"
         if found := _search(pattern, said):
             waited.append(r)
-            index = text.find(pattern)
+            # The line that names the rank says more than the one below it that repeats how long was waited.
+            index = text.find(symptoms.LATE_IN_BARRIER)
+            index = text.find(pattern) if index is None else index
             if index is not None and len(evidence) < 3:
                 evidence.append(text.evidence(index, after=1))
             elif len(evidence) < 3:
@@ -839,7 +853,9 @@ def _of_exit_codes(case: _Case) -> Explanation | None:
 
 
 def _unknown(case: _Case) -> Explanation:
-    if case.state == "lost" and case.slurm is None:
+    if case.state == "lost" and case.slurm is not None and case.slurm.state == "COMPLETED":
+        title = f"job {case.slurm.job_id} ended as a success, but the run recorded no end"
+    elif case.state == "lost" and case.slurm is None:
         if case.status.pid is not None:
             title = f"process {case.status.pid} on {case.status.host}, which ran it, is gone without a word"
         elif case.status.extra.get("job_id"):
