@@ -517,7 +517,15 @@ class Cluster:
     """Nodes have no internet: HF_HUB_OFFLINE=1, and tracking.mode=online is refused."""
 
     python: str | None = knob(None)
-    """Python interpreter on the nodes, an absolute path; null is the one that submits."""
+    """Python interpreter on the nodes, an absolute path, or a command that ends in one (a container's); null is the one that
+    submits."""
+
+    unpack: str | None = knob(None)
+    """Archive of the software environment (tar, also compressed) that every node unpacks into unpack_to before ranks start:
+    hundreds of ranks importing from a parallel file system wait for its metadata. Then python lies in unpack_to."""
+
+    unpack_to: str | None = knob(None)
+    """Folder on each node for unpack, an absolute path on a local disk or in memory, for example /dev/shm/europa."""
 
     requeue: bool = knob(False)
     """Slurm may start the job again under the same number (--requeue): after its time limit, a failed node, preemption. Off:
@@ -656,6 +664,8 @@ IDENTITY_EXCLUDES: frozenset[str] = frozenset(
         "cluster.numa_required",
         "cluster.offline",
         "cluster.python",
+        "cluster.unpack",
+        "cluster.unpack_to",
         "cluster.requeue",
         "cluster.max_attempts",
         "cluster.signal_margin_s",

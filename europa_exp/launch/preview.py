@@ -77,18 +77,21 @@ def _on_slurm(plan: Plan) -> bool:
 
 
 def _scripts(plan: Plan, stream: TextIO) -> None:
-    """The job script of every shape; of a single one nothing else, so that it can be put into a file."""
-    from europa_exp.launch import slurm
+    """The job script of every shape and size of array; a single one without a word, so that it can be put into a file."""
+    from europa_exp.launch import arrays, slurm
 
-    groups = slurm.by_shape(plan.points)
-    for i, group in enumerate(groups, start=1):
-        first = group[0]
-        if len(groups) > 1:
-            names = ", ".join(dict.fromkeys(p.name for p in group))
-            print(f"# ======== script {i} of {len(groups)}, for {names}", file=stream)
-        name = plan.sweep or first.name
+    scripts: list[tuple[str, str]] = []
+    for group in slurm.by_shape(plan.points):
+        first, most = group[0], arrays.most_tasks(group[0].cfg.launch)
+        names = ", ".join(dict.fromkeys(p.name for p in group))
         n_jobs = 1 if first.cfg.cluster.inside_allocation else slurm.n_jobs(group)
-        text = slurm.script_text(first.cfg, first.cfg.launch, name=name, n_jobs=n_jobs)
+        name = plan.sweep or first.name
+        # A sweep of more jobs than an array may have makes several arrays; all but the last are of one size.
+        for size in dict.fromkeys(min(most, n_jobs - i) for i in range(0, n_jobs, most)):
+            scripts.append((names, slurm.script_text(first.cfg, first.cfg.launch, name=name, n_jobs=size)))
+    for i, (names, text) in enumerate(scripts, start=1):
+        if len(scripts) > 1:
+            print(f"# ======== script {i} of {len(scripts)}, for {names}", file=stream)
         print(text, file=stream)
 
 

@@ -75,14 +75,14 @@ def sbatch_parameters(cfg: Config, launch: Launch, *, name: str, code: Path | No
         # submitit always writes --signal and --array=...%n, and has defaults of its own for both.
         "slurm_signal_delay_s": cluster.signal_margin_s,
         "slurm_array_parallelism": launch.throttle or 1_000_000,
-        "slurm_setup": _setup(cluster, code or ROOT),
+        "slurm_setup": _setup(cluster, layout.nodes, code or ROOT),
         "slurm_srun_args": [*srun, *cluster.srun_args],
         "slurm_additional_parameters": more,
     }
     return {key: value for key, value in parameters.items() if value is not None}
 
 
-def _setup(cluster: Cluster, code: Path) -> list[str]:
+def _setup(cluster: Cluster, nodes: int, code: Path) -> list[str]:
     """Shell lines before srun."""
     lines = []
     if cluster.modules:
@@ -91,6 +91,12 @@ def _setup(cluster: Cluster, code: Path) -> list[str]:
     for name in cluster.modules:
         failed = f'{{ echo "cluster.modules: failed to load {name} on $(uname -n)" >&2; exit 1; }}'
         lines.append(f"module load {name} || {failed}")  # the checks keep the names free of shell syntax
+    if cluster.unpack and cluster.unpack_to:
+        archive, place = shlex.quote(cluster.unpack), shlex.quote(cluster.unpack_to)
+        each_node = f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1"
+        unpack = """bash -c 'mkdir -p -- "$1" && tar -xf "$0" -C "$1"'"""
+        failed = '{ echo "cluster.unpack: failed" >&2; exit 1; }'
+        lines.append(f"{each_node} {unpack} {archive} {place} || {failed}")
     lines += cluster.setup
     if cluster.cpus_per_task:
         lines.append(f"export SRUN_CPUS_PER_TASK={cluster.cpus_per_task}  # srun doesn't inherit it")
@@ -159,8 +165,9 @@ def script_text(
     n_jobs: int = 1,
     code: Path | None = None,
 ) -> str:
-    """The job script of a configuration as submitit hands it to sbatch; ``folder`` is where submitit's files go."""
-    place = Path(launch.runs_dir).absolute() / ".submitit" if folder is None else folder
+    """The job script of a configuration as submitit hands it to sbatch; ``folder`` is where submitit's files go; every
+    submission makes a new one, which without it is called JOB here."""
+    place = Path(launch.runs_dir).absolute() / ".submitit" / "JOB" if folder is None else folder
     return executor_text(make_executor(cfg, launch, folder=place, name=name, code=code), n_jobs)
 
 

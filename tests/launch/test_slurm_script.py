@@ -48,7 +48,14 @@ def printed(*arguments):
 CALLS = {
     "jupiter_96_nodes": ["experiment=europa_1t", "cluster=jupiter", "cluster.time_limit=12:00:00"],
     "juwels_booster": ["cluster=juwels_booster", "parallelism.gpus_per_node=4", "parallelism.nodes=1"],
-    "slurm": ["-m", "cluster=slurm", "comm=fp8,bf16", "nccl.max_ctas=8,16", "launch.throttle=2"],
+    "slurm": [
+        "-m",
+        "cluster=slurm",
+        "comm=fp8,bf16",
+        "nccl.max_ctas=8,16",
+        "launch.throttle=2",
+        "launch.max_array_size=1001",
+    ],
 }
 
 
@@ -92,6 +99,14 @@ def test_one_script_for_each_shape():
     assert "numa_bind.sh" not in first
     assert "numa_bind.sh" in second
     assert out.count("--array=0-1%2\n") == 2
+
+
+def test_more_jobs_than_an_array_may_have():
+    out = printed("-m", "cluster=slurm", "training.seed=range(1,26)", "launch.max_array_size=11")
+    assert [line for line in out.splitlines() if "--array" in line] == [
+        "#SBATCH --array=0-10%11",
+        "#SBATCH --array=0-2%3",
+    ]
 
 
 # -------------------------------------------------------------------------------- what is printed is what Slurm is given

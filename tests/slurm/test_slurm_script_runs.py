@@ -135,6 +135,26 @@ def test_nothing_of_the_allocation_that_submits_gets_into_the_job(slurm, tmp_pat
         assert not [name for name in environ if name.startswith("SBATCH_")]
 
 
+def test_the_environment_is_unpacked_on_every_node_before_ranks_start(slurm, tmp_path):
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env/python").symlink_to(sys.executable)
+    archive, place = tmp_path / "my env.tar.gz", tmp_path / "node's"
+    subprocess.run(["tar", "-czf", archive, "-C", tmp_path, "env"], check=True)
+    python = ranks(tmp_path, fail="none").replace(sys.executable, f'"{place}/env/python"')
+    cfg = composed("cluster=slurm")
+    cfg.cluster.unpack, cfg.cluster.unpack_to = str(archive), str(place)
+    cfg.cluster.python = python
+    job = script.script_text(cfg, cfg.launch, folder=tmp_path / "job")
+    job_id = submitted(slurm, tmp_path, job).split()[-1]
+    assert slurm.wait_until_over(job_id) == {job_id: "COMPLETED"}
+    assert (place / "env/python").is_symlink()
+    assert len(list((tmp_path / "seen").iterdir())) == 4
+
+    archive.write_text("no archive")
+    job_id = submitted(slurm, tmp_path, job).split()[-1]
+    assert slurm.wait_until_over(job_id) == {job_id: "FAILED"}
+
+
 def test_a_module_that_is_missing_fails_the_job_before_a_rank_starts(slurm, tmp_path):
     job = text(tmp_path, f"cluster.python='{ranks(tmp_path, fail='none')}'", "cluster.modules=[NoSuchModule]")
     job_id = submitted(slurm, tmp_path, job).split()[-1]

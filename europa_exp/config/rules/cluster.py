@@ -204,6 +204,16 @@ def texts(cfg: Config) -> Iterator[Problem]:
             )
         elif name in _ONE_WORD and not _WORD.fullmatch(value):
             yield Problem(dotted, value, "must hold no spaces", "Separate several with commas")
+    for name, other in (("unpack", "unpack_to"), ("unpack_to", "unpack")):
+        value, partner = getattr(c, name), getattr(c, other)
+        if value is None:
+            continue
+        if partner is None:
+            rule = f"needs cluster.{other} beside it"
+            yield Problem(f"cluster.{name}", value, rule, f"Give cluster.{other}=<path>, or leave both out")
+        elif not value.startswith("/"):
+            rule = "must be an absolute path: every node reads it"
+            yield Problem(f"cluster.{name}", value, rule, f"Give cluster.{name}=/<path>")
     for i, name in enumerate(c.modules):
         if not _MODULE.fullmatch(name):
             rule = "must be the name of one module, for example GCC/13.3.0"

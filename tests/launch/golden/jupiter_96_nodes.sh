@@ -3,7 +3,7 @@
 # Parameters
 #SBATCH --account=mybudget
 #SBATCH --cpus-per-task=72
-#SBATCH --error=<runs>/.submitit/%j_0_log.err
+#SBATCH --error=<runs>/.submitit/JOB/%j_0_log.err
 #SBATCH --gres=gpu:4
 #SBATCH --job-name=flavor=europa_1t-nodes=96-gpus_per_node=4-data_parallel_shard_degree=384-plus26-90a26bd39f2d
 #SBATCH --mail-type=END,FAIL
@@ -11,7 +11,7 @@
 #SBATCH --nodes=96
 #SBATCH --ntasks-per-node=4
 #SBATCH --open-mode=append
-#SBATCH --output=<runs>/.submitit/%j_0_log.out
+#SBATCH --output=<runs>/.submitit/JOB/%j_0_log.out
 #SBATCH --partition=booster
 #SBATCH --requeue
 #SBATCH --signal=USR2@300
@@ -31,5 +31,5 @@ export PYTHONPATH=<code>"${PYTHONPATH:+:$PYTHONPATH}"
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output <runs>/.submitit/%j_%t_log.out --error <runs>/.submitit/%j_%t_log.err --kill-on-bad-exit=1 bash <code>/europa_exp/launch/numa_bind.sh cpu_and_memory go_on <python> -u -m submitit.core._submit <runs>/.submitit
+srun --unbuffered --output <runs>/.submitit/JOB/%j_%t_log.out --error <runs>/.submitit/JOB/%j_%t_log.err --kill-on-bad-exit=1 bash <code>/europa_exp/launch/numa_bind.sh cpu_and_memory go_on <python> -u -m submitit.core._submit <runs>/.submitit/JOB
 

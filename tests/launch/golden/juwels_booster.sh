@@ -3,13 +3,13 @@
 # Parameters
 #SBATCH --account=mybudget
 #SBATCH --cpus-per-task=12
-#SBATCH --error=<runs>/.submitit/%j_0_log.err
+#SBATCH --error=<runs>/.submitit/JOB/%j_0_log.err
 #SBATCH --gres=gpu:4
 #SBATCH --job-name=nodes=1-gpus_per_node=4-threads_per_rank=4-0c61bb0e8bb3
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=4
 #SBATCH --open-mode=append
-#SBATCH --output=<runs>/.submitit/%j_0_log.out
+#SBATCH --output=<runs>/.submitit/JOB/%j_0_log.out
 #SBATCH --partition=booster
 #SBATCH --requeue
 #SBATCH --signal=USR2@120
@@ -29,5 +29,5 @@ export PYTHONPATH=<code>"${PYTHONPATH:+:$PYTHONPATH}"
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output <runs>/.submitit/%j_%t_log.out --error <runs>/.submitit/%j_%t_log.err --kill-on-bad-exit=1 <python> -u -m submitit.core._submit <runs>/.submitit
+srun --unbuffered --output <runs>/.submitit/JOB/%j_%t_log.out --error <runs>/.submitit/JOB/%j_%t_log.err --kill-on-bad-exit=1 <python> -u -m submitit.core._submit <runs>/.submitit/JOB
 

@@ -2,12 +2,12 @@
 
 # Parameters
 #SBATCH --array=0-3%2
-#SBATCH --error=<runs>/.submitit/%A_%a_0_log.err
+#SBATCH --error=<runs>/.submitit/JOB/%A_%a_0_log.err
 #SBATCH --job-name=comm_max_ctas
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=2
 #SBATCH --open-mode=append
-#SBATCH --output=<runs>/.submitit/%A_%a_0_log.out
+#SBATCH --output=<runs>/.submitit/JOB/%A_%a_0_log.out
 #SBATCH --requeue
 #SBATCH --signal=USR2@60
 #SBATCH --time=60
@@ -18,5 +18,5 @@ export PYTHONPATH=<code>"${PYTHONPATH:+:$PYTHONPATH}"
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output <runs>/.submitit/%A_%a_%t_log.out --error <runs>/.submitit/%A_%a_%t_log.err --kill-on-bad-exit=1 <python> -u -m submitit.core._submit <runs>/.submitit
+srun --unbuffered --output <runs>/.submitit/JOB/%A_%a_%t_log.out --error <runs>/.submitit/JOB/%A_%a_%t_log.err --kill-on-bad-exit=1 <python> -u -m submitit.core._submit <runs>/.submitit/JOB
 
