@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from europa_exp.config.schema import Cluster, MemoryScope
 from europa_exp.runs.files import replace_text
 from europa_exp.runs.status import now
 
@@ -65,30 +66,24 @@ def socket_of(found: Mapping[str, Any], local_rank: int, local_world_size: int) 
     return names[local_rank * len(names) // local_world_size] if names else None
 
 
-def check_floor(
-    found: Mapping[str, Any],
-    floor_gib: float,
-    *,
-    scope: str,
-    local_rank: int,
-    local_world_size: int,
-    host: str,
-) -> None:
-    """Raise MemoryFloorError when this rank's socket (or its whole host, by ``scope``) has less left than the floor.
+def below(line: Mapping[str, Any], cluster: Cluster) -> str | None:
+    """Why the memory that one rank reported is too little, or None.
 
-    Where the system tells nothing there is nothing to compare, and the job goes on.
+    ``line`` is one of ``REPORT_FILE``: ``{"node", "socket", "available_gib" (of the host), "free", "reclaimable" (of the
+    socket)}``. Where the system tells nothing there is nothing to compare, and the job goes on.
     """
-    if scope == "host":
-        available, where = found["available"], f"node {host}"
+    floor = cluster.memory_floor_gib
+    if floor is None:
+        return None
+    if cluster.memory_floor_scope is MemoryScope.host:
+        available, where = line.get("available_gib"), f"node {line.get('node')}"
     else:
-        socket = socket_of(found, local_rank, local_world_size)
-        node = found["nodes"][socket] if socket is not None else None
-        available = None if node is None else node["free"] + node["reclaimable"]
-        where = f"node {host}, socket {socket}"
-    if available is not None and available < floor_gib:
-        raise MemoryFloorError(
-            f"{where}: {available:.1f} GiB are free or reclaimable, below cluster.memory_floor_gib={floor_gib:g}"
-        )
+        known = "free" in line and "reclaimable" in line
+        available = line["free"] + line["reclaimable"] if known else None
+        where = f"node {line.get('node')}, socket {line.get('socket')}"
+    if available is None or available >= floor:
+        return None
+    return f"{where}: {available:.1f} GiB are free or reclaimable, below cluster.memory_floor_gib={floor:g}"
 
 
 def exclude(path: Path, bad: Mapping[str, str]) -> list[str]:

@@ -37,7 +37,7 @@ from europa_exp.launch.slurm_task import Task
 from europa_exp.launch.worker import RankSpec, leave, record_error, run_rank
 from europa_exp.runs import attempts
 from europa_exp.runs.attempts import STOPPED, Reason
-from europa_exp.runs.files import append_line, replace_text
+from europa_exp.runs.files import append_line, read_lines, replace_text
 from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.status import ENDED, State, now
 
@@ -50,6 +50,12 @@ _ABORTED_S = 2.0
 
 _LATE_S = 600.0
 """Seconds that the first task waits for the others after its own rank is done."""
+
+_BEGIN_S = 120.0
+"""Seconds that a task which failed at once waits for the first one to begin."""
+
+_REPORTS_S = 3.0
+"""Seconds that the first task waits for the memory reports of the others, to name all nodes below the floor at once."""
 
 TASKS_FILE = "tasks.jsonl"
 """Under ``logs/``: one line for each rank of each attempt, with its exit code, when it has ended."""
@@ -176,11 +182,7 @@ class _Turn:
         """The first task: open the attempt, unless there were too many."""
         task, run = self.task, self.run
         number = attempts.open_attempt(
-            run.path,
-            job_id=task.job_id,
-            start=task.start,
-            nodes=list(task.nodes),
-            lost=Reason.requeued if task.restarts else Reason.lost_rank,
+            run.path, job_id=task.job_id, start=task.start, nodes=list(task.nodes), lost=self._why_lost()
         )
         # Slurm starts a job again by itself after a failed prolog or node, whatever the job asked for: once more is fine.
         if number > cfg.cluster.max_attempts + 1:
@@ -203,6 +205,14 @@ class _Turn:
             f"attempt {number}, job {task.job_id}, {task.tasks} ranks on {', '.join(task.nodes)}: {how}"
         )
 
+    def _why_lost(self) -> Reason:
+        """What to say of an earlier attempt that left no end: its first node failed, or everything there was killed at once."""
+        for attempt in attempts.attempts_of(self.run.status()):
+            nodes = attempt.get("nodes")
+            if attempt.get("ended_at") is None and isinstance(nodes, list) and slurm_task.down(nodes):
+                return Reason.node_failure
+        return Reason.requeued if self.task.restarts else Reason.lost_rank
+
     def _look_at_memory(self, cfg: Config) -> None:
         task, per_node = self.task, cfg.parallelism.gpus_per_node
         found = host_memory.report()
@@ -220,15 +230,8 @@ class _Turn:
             append_line(self.run.path / "logs" / host_memory.REPORT_FILE, json.dumps(line))
         except OSError as error:
             self._log(f"rank {task.rank}: the memory of its host can't be recorded: {error}")
-        if cfg.cluster.memory_floor_gib is not None:
-            host_memory.check_floor(
-                found,
-                cfg.cluster.memory_floor_gib,
-                scope=cfg.cluster.memory_floor_scope.name,
-                local_rank=task.local_rank,
-                local_world_size=per_node,
-                host=task.host,
-            )
+        if (why := host_memory.below(line, cfg.cluster)) is not None:
+            raise host_memory.MemoryFloorError(why)
 
     def _spec(self, cfg: Config) -> RankSpec:
         task = self.task
@@ -308,8 +311,12 @@ class _Turn:
             # Before a preemption there is time to save. Otherwise srun is ending the step, and a rank that waits for a lost
             # one in a collective would wait for longer than Slurm does.
             return None if job.preempted else time.monotonic() + _ABORTED_S
-        if job.restarts > self.task.restarts:
-            self._end_child(Reason.preemption if job.preempted else Reason.requeued, "Slurm requeues the job")
+        if job.restarts > self.task.restarts and job.preempted:
+            self._end_child(Reason.preemption, "Slurm requeues the job for one of higher priority")
+        elif job.restarts > self.task.restarts and (lost := self._down_by_now()):
+            self._end_child(Reason.node_failure, f"Slurm requeues the job: {', '.join(lost)} failed")
+        elif job.restarts > self.task.restarts:
+            self._end_child(Reason.requeued, "Slurm requeues the job")
         elif job.overtime or job.state == "TIMEOUT":
             self._end_child(Reason.time_limit, "the time limit is over")
         elif job.state == "NODE_FAIL":
@@ -319,6 +326,14 @@ class _Turn:
         else:
             self._end_child(Reason.cancelled, "the job is cancelled")
         return None
+
+    def _down_by_now(self) -> list[str]:
+        """The nodes of this job that are down. Slurm ends the jobs of a node before it calls the node down."""
+        for pause in (0.0, 0.5):
+            time.sleep(pause)
+            if lost := slurm_task.down(self.task.nodes):
+                return lost
+        return []
 
     def _reap(self) -> bool:
         if self.code is None:
@@ -364,12 +379,21 @@ class _Turn:
         code = self._exit_code()
         if code == 0:
             return 0
+        # A failure ends the step; the first task may not even have begun, and nobody else would decide.
+        begun_until = time.monotonic() + _BEGIN_S
+        while (
+            not self._begun() and time.monotonic() < begun_until and not self.signals.counts[signal.SIGTERM]
+        ):
+            self.signals.wait(0.2)
         if code == STOPPED or self.more:
             # Ending now would end the first task before it has asked Slurm, or the runs that follow. It finds the record.
             _wait_to_be_killed(
                 until=lambda: self._ended_by_first() or self.signals.counts[signal.SIGTERM] > 0
             )
         return code
+
+    def _begun(self) -> bool:
+        return any(a.get("start") == self.task.start for a in attempts.attempts_of(self.run.status()))
 
     def let_others_finish(self) -> None:
         """Wait until the run is over for all: a task that ends with a failure of an earlier run ends the others."""
@@ -530,11 +554,13 @@ class _Turn:
 
     def _bad_nodes(self) -> list[str]:
         """The nodes below the memory floor, added to the list of the sweep; what the job must avoid from now on."""
-        bad = {
-            str(record.get("node")): str(record.get("message"))
-            for record in self._error_records()
-            if record.get("type") == host_memory.MemoryFloorError.__name__
-        }
+        assert self.cfg is not None
+        end = time.monotonic() + _REPORTS_S
+        while True:
+            bad, reported = self._below_floor(self.cfg)
+            if reported >= self.task.tasks or time.monotonic() > end:
+                break
+            time.sleep(0.1)
         self._log(f"left out from now on: {'; '.join(bad.values())}")
         excluded = set(bad)
         try:
@@ -542,6 +568,18 @@ class _Turn:
         except OSError as error:
             self._log(f"{exclude_file(self.run)} can't be written: {error}")
         return sorted(excluded | set(slurm_task.ask(self.task).exclude))
+
+    def _below_floor(self, cfg: Config) -> tuple[dict[str, str], int]:
+        """The nodes whose ranks reported too little memory, with why, and how many ranks reported in this start."""
+        bad: dict[str, str] = {}
+        reported = 0
+        for line in read_lines(self.run.path / "logs" / host_memory.REPORT_FILE):
+            if line.get("start") != self.task.start:
+                continue
+            reported += 1
+            if (why := host_memory.below(line, cfg.cluster)) is not None:
+                bad.setdefault(str(line.get("node")), why)
+        return bad, reported
 
     def _next_in_chain(self) -> bool:
         """Whether a later job waits to continue this run."""
@@ -588,14 +626,11 @@ class _Turn:
 
     def _ended(self) -> dict[int, int]:
         """Exit codes of the ranks that have ended by themselves in this start of the job, negative for a signal."""
-        found: dict[int, int] = {}
-        with contextlib.suppress(OSError):
-            for text in (self.run.path / "logs" / TASKS_FILE).read_text(encoding="utf-8").splitlines():
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    line = json.loads(text)
-                    if line["start"] == self.task.start and not line["ended_by_us"]:
-                        found[int(line["rank"])] = int(line["code"])
-        return found
+        return {
+            int(line["rank"]): int(line["code"])
+            for line in read_lines(self.run.path / "logs" / TASKS_FILE)
+            if line.get("start") == self.task.start and not line.get("ended_by_us")
+        }
 
     def _own_error(self) -> dict[str, Any] | None:
         record = failure.error_record(self.run.error_file(self.task.rank))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from europa_exp.config.schema import Config
@@ -109,6 +109,16 @@ def ask(task: Task, *, margin_s: float = 0) -> JobNow:
         overtime=limit is not None and run is not None and run >= limit - margin_s,
         exclude=tuple(node_names(fields.get("ExcNodeList", ""))),
     )
+
+
+def down(nodes: Sequence[str]) -> list[str]:
+    """Those of the nodes that Slurm calls down or failing at this moment."""
+    # Not sinfo: it does not list a node that is down and still ends a job.
+    done = _call("scontrol", "--oneliner", "show", "node", ",".join(nodes))
+    if done is None:
+        return []
+    states = re.findall(r"^NodeName=(\S+).*?\bState=(\S+)", done.stdout, re.MULTILINE)
+    return [node for node, state in states if re.search(r"DOWN|FAIL|NOT_RESPONDING|\*", state)]
 
 
 def requeue(task: Task) -> str | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def write_text(path: Path, text: str) -> None:
@@ -43,6 +45,18 @@ def append_line(path: Path, line: str) -> None:
         os.write(handle, f"{line}\n".encode())
     finally:
         os.close(handle)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The mappings in a file of JSON lines; empty without one. A line that is cut or no mapping is left out."""
+    found = []
+    with contextlib.suppress(OSError):
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                line = json.loads(text)
+                if isinstance(line, dict):
+                    found.append(line)
+    return found
 
 
 def sync_folder(path: Path) -> None:
