@@ -114,7 +114,7 @@ def slurm(cluster: Cluster) -> Iterator[Finding]:
     kept = for_submission(dict(os.environ))
     if left_out := sorted(set(os.environ) - set(kept)):
         more = f" and {len(left_out) - 6} more" if len(left_out) > 6 else ""
-        text = f"{', '.join(left_out[:6])}{more} of this shell stay out of jobs"
+        text = f"jobs don't get this shell's {', '.join(left_out[:6])}{more}"
         yield Finding(Health.note, "environment", text)
     if cluster.numa_binding is not NumaBinding.none and not shutil.which("numactl"):
         text = "not on PATH here; where nodes have none either, ranks run unbound and say so"
