@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from europa_exp.launch import squeue
 from europa_exp.launch.agents import AgentRecord, agents, cancel_file
+from europa_exp.launch.attend_slurm import close
 from europa_exp.launch.standing import LOST, Standing, on_slurm, survey
 from europa_exp.launch.submission import OPEN, jobs_of
 from europa_exp.runs.folder import RunFolder
@@ -101,7 +102,10 @@ def _cancel_jobs(standings: Sequence[Standing]) -> list[Done]:
         elif s.state == LOST:
             done.append(_mark(s.run, f"job {names} was gone already; marked cancelled"))
         elif s.state == "failed":
-            done.append(Done(s.run, True, f"nothing to cancel: job {names} has ended ({s.note})"))
+            close(s)
+            done.append(
+                Done(s.run, True, f"nothing to cancel: job {names} has ended ({s.note}); recorded as failed")
+            )
         else:
             done.append(_mark(s.run, f"job {names} cancelled", also_failed=True))
     return done
