@@ -36,7 +36,7 @@ class Meeting:
 
 def port(job: int, restarts: int, turn: int) -> int:
     """A port for the ``turn``-th run of one start of a job: the same on every rank, another one for neighbours and restarts."""
-    return _FIRST_PORT + (job + 2749 * restarts + 5003 * turn) % _PORTS
+    return _FIRST_PORT + (job + 4099 * restarts + 401 * turn) % _PORTS
 
 
 def meeting(

@@ -152,3 +152,15 @@ def sleep_if_first(cfg, run, runtime) -> None:
 
 def record_parent(cfg, run, runtime) -> None:
     (run.path / "parent").write_text(str(os.getppid()))
+
+
+def stop_when_asked(cfg, run, runtime) -> None:
+    """Ends with the code of ranks that were asked to stop, once one of them was; a file stands in for the all-reduce."""
+    from europa_exp.runs.attempts import STOPPED
+
+    (run.path / f"up_{_rank()}").touch()
+    while not (run.path / "asked").exists():
+        if runtime["stop"]():
+            (run.path / "asked").touch()
+        time.sleep(0.05)
+    sys.exit(STOPPED)

@@ -1,0 +1,369 @@
+"""Tasks of a Slurm job without Slurm: processes with its variables, and a scontrol that answers from a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import config, environ, make_runs, until
+
+from europa_exp.config.schema import Executor
+from europa_exp.launch import environment, slurm_rank
+from europa_exp.launch.slurm_task import LayoutError, Task
+from europa_exp.runs.attempts import STOPPED, attempts_of
+from europa_exp.runs.folder import RunFolder
+
+TASK = "import sys; from pathlib import Path; from europa_exp.launch import slurm_rank\n" + (
+    "from europa_exp.runs.folder import RunFolder\n"
+    "slurm_rank.work([RunFolder(p) for p in sys.argv[2:]], Path('.'), 'rank_targets:' + sys.argv[1])\n"
+)
+
+SCONTROL = """#!/bin/sh
+echo "$*" >>"$EUROPA_FAKE/asked"
+case "$*" in
+*"show job"*) cat "$EUROPA_FAKE/job" ;;
+requeue*) [ ! -e "$EUROPA_FAKE/refuse" ] || { echo "Requested operation is presently disabled" >&2; exit 1; } ;;
+esac
+"""
+
+RUNNING = "JobId=77 JobState=RUNNING Restarts=0 RunTime=00:00:10 TimeLimit=01:00:00 PreemptTime=None ExcNodeList=(null)"
+
+
+def variables(
+    rank: int, ranks: int, *, job: int = 77, restarts: int = 0, nodes: str = "127.0.0.1"
+) -> dict[str, str]:
+    """What Slurm tells a task of a step on one node."""
+    return {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+        "SLURM_NTASKS": str(ranks),
+        "SLURM_STEP_NUM_TASKS": str(ranks),
+        "SLURM_JOB_NODELIST": nodes,
+        "SLURMD_NODENAME": "127.0.0.1",
+        "SLURM_RESTART_COUNT": str(restarts),
+    }
+
+
+class Step:
+    """Tasks of one job step, as srun would start them. It does not kill the others when one fails; ``end`` does."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        place.mkdir(exist_ok=True)
+        (place / "job").write_text(RUNNING)
+        scontrol = place / "scontrol"
+        scontrol.write_text(SCONTROL)
+        scontrol.chmod(0o755)
+        self.tasks: list[subprocess.Popen[str]] = []
+
+    def start(self, entry: str, *runs: RunFolder, ranks: int = 2, **slurm) -> list[subprocess.Popen[str]]:
+        self.tasks = [
+            subprocess.Popen(
+                [sys.executable, "-c", TASK, entry, *[str(run.path) for run in runs]],
+                env=environ(
+                    EUROPA_FAKE=str(self.place),
+                    PATH=f"{self.place}:{os.environ['PATH']}",
+                    **variables(rank, ranks, **slurm),
+                ),
+                cwd=self.place,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            for rank in range(ranks)
+        ]
+        return self.tasks
+
+    def codes(self) -> list[int]:
+        return [task.wait(timeout=60) for task in self.tasks]
+
+    def signal(self, number: int, *ranks: int) -> None:
+        for rank in ranks or range(len(self.tasks)):
+            self.tasks[rank].send_signal(number)
+
+    def end(self) -> None:
+        for task in self.tasks:
+            task.kill()
+            task.wait()
+            task.stdout.close()
+
+    def asked(self) -> str:
+        path = self.place / "asked"
+        return path.read_text() if path.exists() else ""
+
+
+@pytest.fixture
+def step(tmp_path):
+    made = Step(tmp_path / "slurm")
+    yield made
+    made.end()
+
+
+def on_slurm(ranks: int = 2, **cluster):
+    cfg = config(ranks, executor=Executor.slurm, network_interface="lo", **{"max_attempts": 3, **cluster})
+    cfg.cluster.preload = False
+    return cfg
+
+
+def attempts(run: RunFolder) -> list[dict]:
+    return attempts_of(run.status())
+
+
+def up(run: RunFolder, ranks: int = 2) -> None:
+    until(lambda: all((run.path / f"up_{rank}").exists() for rank in range(ranks)))
+
+
+# --------------------------------------------------------------------------------------------------- what a task is
+
+
+def test_a_task_of_an_array():
+    found = Task.here(
+        variables(5, 8, restarts=2)
+        | {
+            "SLURM_NODEID": "1",
+            "SLURM_LOCALID": "1",
+            "SLURM_ARRAY_JOB_ID": "70",
+            "SLURM_ARRAY_TASK_ID": "4",
+            "SLURM_STEP_NODELIST": "n[01-02]",
+        }
+    )
+    assert (found.rank, found.node, found.local_rank, found.tasks) == (5, 1, 1, 8)
+    assert (found.job, found.job_id, found.restarts) == (77, "70_4", 2)
+    assert found.nodes == ("n01", "n02")
+    assert found.start == "77.2.0"
+
+
+def test_no_task_at_all():
+    with pytest.raises(LayoutError, match="no task of a Slurm job"):
+        Task.here({"SLURM_JOB_ID": "7"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "3"}, "started 3 tasks on 1 nodes; .* asks for 1 x 2"),
+        ({"SLURM_JOB_NODELIST": "n[1-2]"}, "2 tasks on 2 nodes"),
+        ({"SLURM_LOCALID": "1"}, "task 0 is number 1 on node 0; .* blocks"),
+    ],
+)
+def test_other_tasks_than_ranks_are_refused(change, message):
+    with pytest.raises(LayoutError, match=message):
+        Task.here(variables(0, 2) | change).check(on_slurm())
+
+
+def test_devices_of_a_node():
+    cfg = on_slurm(4)
+    where, notes = environment.place_on_node(cfg, 2, master_addr="n1", master_port=1, devices=list("0123"))
+    assert (where.local_rank, where.devices, notes) == (2, ("0", "1", "2", "3"), [])
+    dealt, notes = environment.place_on_node(cfg, 2, master_addr="n1", master_port=1, devices=["2"])
+    assert (dealt.rank, dealt.local_rank, dealt.devices) == (2, 0, ("2",))
+    assert "LOCAL_RANK is 0" in notes[0]
+    with pytest.raises(ValueError, match=r"4 ranks a node.*shows 2.*cluster\.gres"):
+        environment.place_on_node(cfg, 2, master_addr="n1", master_port=1, devices=["0", "1"])
+
+
+def test_newest_checkpoint_is_a_complete_one(tmp_path):
+    assert slurm_rank.newest_checkpoint(tmp_path / "none") is None
+    for name, complete in (("step-9", True), ("step-10", True), ("step-20", False), ("step-30.tmp", True)):
+        (tmp_path / name).mkdir()
+        if complete:
+            (tmp_path / name / ".metadata").touch()
+    assert slurm_rank.newest_checkpoint(tmp_path) == 10
+
+
+# ------------------------------------------------------------------------------------------------------ whole runs
+
+
+def test_a_run(step, tmp_path):
+    [run] = make_runs(tmp_path / "runs", on_slurm())
+    step.start("record_environment", run)
+    assert step.codes() == [0, 0]
+    status = run.status()
+    assert status.state == "completed"
+    assert status.exit_codes == {"0": 0, "1": 0}
+    [attempt] = attempts(run)
+    assert (attempt["n"], attempt["job_id"], attempt["nodes"]) == (1, "77", ["127.0.0.1"])
+    assert attempt["reason"] == "completed"
+    assert attempt["ended_at"]
+    found = [json.loads((run.path / f"environment_{rank}.json").read_text()) for rank in range(2)]
+    assert [f["RANK"] for f in found] == ["0", "1"]
+    assert {f["MASTER_ADDR"] for f in found} == {"127.0.0.1"}
+    assert len({f["MASTER_PORT"] for f in found}) == 1
+    assert {f["GLOO_SOCKET_IFNAME"] for f in found} == {"lo"}
+    assert run.runtime()["rendezvous"]["strategy"] == "first_host"
+    assert "job 77, rank 1 on 127.0.0.1" in run.log(1).read_text()
+    reports = (run.path / "logs" / "host_memory.jsonl").read_text().splitlines()
+    assert {json.loads(line)["rank"] for line in reports} == {0, 1}
+
+
+def test_wrong_number_of_tasks(step, tmp_path):
+    [run] = make_runs(tmp_path / "runs", on_slurm(4))
+    step.start("write_steps", run, ranks=2)
+    assert step.tasks[0].wait(timeout=60) == 1
+    status = run.status()
+    assert status.state == "failed"
+    assert "Slurm started 2 tasks" in status.error["message"]
+    assert attempts(run) == [] or attempts(run)[0]["reason"] == "bad_configuration"
+
+
+def test_a_failing_rank_that_is_not_the_first(step, tmp_path):
+    [run] = make_runs(tmp_path / "runs", on_slurm(requeue=True))
+    step.start("exit_7_on_1", run)
+    assert step.tasks[1].wait(timeout=60) == 7
+    step.signal(signal.SIGTERM, 0)  # as srun does
+    assert step.tasks[0].wait(timeout=60) == 7
+    status = run.status()
+    assert (status.state, status.error["rank"]) == ("failed", 1)
+    assert attempts(run)[0]["reason"] == "exception"
+    assert "requeue" not in step.asked()
+
+
+def test_a_crash_is_tried_again(step, tmp_path):
+    [run] = make_runs(tmp_path / "runs", on_slurm(requeue=True))
+    step.start("crash_on_1", run)
+    assert step.tasks[1].wait(timeout=60) == 128 + signal.SIGSEGV
+    step.signal(signal.SIGTERM, 0)
+    until(lambda: "requeue 77" in step.asked())
+    status = run.status()
+    assert status.state == "queued"
+    assert attempts(run)[0]["reason"] == "segmentation_fault"
+    assert attempts(run)[0]["error"]["rank"] == 1
+    assert step.tasks[0].poll() is None, "it waits to be killed"
+
+    step.end()
+    step.start("write_steps", run, restarts=1)
+    assert step.codes() == [0, 0]
+    assert run.status().state == "completed"
+    assert [a["n"] for a in attempts(run)] == [1, 2]
+    assert "starts anew: it keeps no checkpoints" in run.launcher_log.read_text()
+    assert run.log(1).read_text().count("======== ") == 2, "the log holds both attempts"
+
+
+def test_where_slurm_refuses_the_run_has_failed(step, tmp_path):
+    [run] = make_runs(tmp_path / "runs", on_slurm(requeue=True))
+    (step.place / "refuse").touch()
+    step.start("crash_on_1", run)
+    step.tasks[1].wait(timeout=60)
+    step.signal(signal.SIGTERM, 0)
+    assert step.tasks[0].wait(timeout=60) == 128 + signal.SIGSEGV
+    assert run.status().state == "failed"
+    assert "presently disabled" in run.status().extra["reason"]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_ranks_that_were_asked_to_stop_start_again(step, tmp_path, who):
+    [run] = make_runs(tmp_path / "runs", on_slurm(requeue=True))
+    (step.place / "job").write_text(RUNNING.replace("00:00:10", "00:59:30"))
+    step.start("stop_when_asked", run)
+    up(run)
+    step.signal(signal.SIGUSR2, who)
+    until(lambda: "requeue 77" in step.asked())
+    assert run.status().state == "queued"
+    assert attempts(run)[0]["reason"] == "time_limit"
+    assert [task.poll() for task in step.tasks] == [None, None], "no task ends before Slurm kills it"
+
+
+def test_without_requeue_the_next_job_of_a_chain_goes_on(step, tmp_path):
+    chained, alone = make_runs(tmp_path / "runs", on_slurm(), on_slurm())
+    chained.note(job_id="78", job_ids=["77", "78"])
+    for run, state in ((chained, "queued"), (alone, "failed")):
+        step.start("stop_when_asked", run)
+        up(run)
+        step.signal(signal.SIGUSR2)
+        assert step.tasks[0].wait(timeout=60) == STOPPED
+        assert run.status().state == state
+        step.end()
+    assert "requeue" not in step.asked()
+    assert "no job to follow" in alone.status().extra["reason"]
+
+
+@pytest.mark.parametrize(
+    ("says", "state", "reason"),
+    [
+        (
+            "JobState=COMPLETING Restarts=0 PreemptTime=None RunTime=00:00:10 TimeLimit=01:00:00",
+            "cancelled",
+            "cancelled",
+        ),
+        (
+            "JobState=COMPLETING Restarts=1 PreemptTime=None RunTime=00:00:10 TimeLimit=01:00:00",
+            "queued",
+            "requeued",
+        ),
+        (
+            "JobState=COMPLETING Restarts=1 PreemptTime=2026-11-29T16:58:49 RunTime=00:00:10 TimeLimit=01:00:00",
+            "queued",
+            "preemption",
+        ),
+    ],
+)
+def test_what_sigterm_means_is_asked_of_slurm(step, tmp_path, says, state, reason):
+    [run] = make_runs(tmp_path / "runs", on_slurm(requeue=True))
+    step.start("sleep_for_ever", run)
+    up(run)
+    (step.place / "job").write_text(says)
+    step.signal(signal.SIGTERM)
+    until(lambda: run.status().state == state)
+    assert attempts(run)[0]["reason"] == reason
+    assert "requeue 77" not in step.asked()
+    if state == "cancelled":
+        assert all(code != 0 for code in step.codes())
+
+
+def test_a_job_that_starts_twice_does_not_run_what_is_done(step, tmp_path):
+    done, cancelled, left = make_runs(tmp_path / "runs", *[on_slurm()] * 3)
+    step.start("write_steps", done)
+    assert step.codes() == [0, 0]
+    cancelled.set_state("cancelled")
+    step.end()
+    step.start("write_steps", done, cancelled, left, restarts=1)
+    assert step.codes() == [0, 0]
+    assert [len(attempts(run)) for run in (done, cancelled, left)] == [1, 0, 1]
+    assert [str(run.status().state) for run in (done, cancelled, left)] == [
+        "completed",
+        "cancelled",
+        "completed",
+    ]
+
+
+def test_one_bad_point_of_a_job_leaves_the_others(step, tmp_path):
+    good, bad = on_slurm(), on_slurm()
+    bad.training.seed = 13
+    runs = make_runs(tmp_path / "runs", good, bad, good)
+    step.start("fail_when_marked", *runs)
+    assert all(code == 1 for code in step.codes())
+    assert [str(run.status().state) for run in runs] == ["completed", "failed", "completed"]
+    assert runs[1].status().error["message"] == "unlucky seed"
+
+
+def test_slurm_can_not_start_a_run_for_ever(step, tmp_path):
+    [run] = make_runs(tmp_path / "runs", on_slurm(max_attempts=1))
+    for restarts in range(3):
+        step.end()
+        run.set_state("queued")
+        step.start("exit_7_on_1" if restarts < 2 else "write_steps", run, restarts=restarts)
+        step.tasks[1].wait(timeout=60)
+        step.signal(signal.SIGTERM, 0)
+        step.tasks[0].wait(timeout=60)
+    assert run.status().state == "failed"
+    assert "attempt 3" in run.status().error["message"]
+
+
+def test_a_memory_floor_names_all_nodes_and_avoids_them(step, tmp_path):
+    [run] = make_runs(tmp_path / "runs", on_slurm(requeue=True, memory_floor_gib=10.0**6))
+    step.start("write_steps", run)
+    step.tasks[1].wait(timeout=60)
+    until(lambda: "update" in step.asked())
+    asked = step.asked().splitlines()
+    assert asked.index("requeue 77") < asked.index("update JobId=77 ExcNodeList=127.0.0.1"), asked
+    entries = json.loads(slurm_rank.exclude_file(run).read_text())
+    assert [entry["node"] for entry in entries] == ["127.0.0.1"]
+    assert attempts(run)[0]["reason"] == "memory_floor"
