@@ -67,7 +67,8 @@ def submit(
         try:
             for run in runs:
                 run.set_state(State.queued)
-            place, job = Path(launch.runs_dir), None
+            place = Path(launch.runs_dir)
+            job: dispatch.LocalJob | None = None
             if not stops.count and cluster.inside_allocation:
                 job = allocation.AllocationJob(runs, place, entry, launch)
             elif not stops.count:
@@ -171,18 +172,20 @@ def _without_done(
     points: Sequence[Point], launch: schema.Launch, code: CodeState, fingerprints: Sequence[str | None]
 ) -> list[tuple[Point, str | None]]:
     """The points that are still to run; says which are skipped, and for which run."""
-    from europa_exp.runs.skip import completed_twins
+    from europa_exp.runs.skip import all_completed_twins
 
-    left: dict[str, list[RunFolder]] = {}
+    asked = zip(points, fingerprints, strict=True)
+    wanted = {
+        p.identity: (code.fingerprint, data, p.cfg.cluster.name)
+        for p, data in asked
+        if not (launch.force or p.force)
+    }
+    left = all_completed_twins(launch.runs_dir, wanted) if wanted else {}
     todo: list[tuple[Point, str | None]] = []
     for point, fingerprint in zip(points, fingerprints, strict=True):
         if launch.force or point.force:
             todo.append((point, fingerprint))
             continue
-        if point.identity not in left:
-            left[point.identity] = completed_twins(
-                launch.runs_dir, point.identity, code.fingerprint, fingerprint, point.cfg.cluster.name
-            )
         if left[point.identity]:
             done = left[point.identity].pop(0)
             print(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from europa_exp.runs.folder import PROVENANCE_FILE, RunFolder
@@ -22,20 +23,35 @@ def completed_twins(
     With ``launch.repeat=N`` a point needs ``N - len(...)`` more runs. Reads two small files a run and makes no guess: a run
     whose record is missing or broken is no twin.
     """
-    wanted = (identity, code_fingerprint, data_fingerprint, cluster_name)
-    twins: list[tuple[str, RunFolder]] = []
+    wanted = {identity: (code_fingerprint, data_fingerprint, cluster_name)}
+    return all_completed_twins(runs_dir, wanted)[identity]
+
+
+def all_completed_twins(
+    runs_dir: str | os.PathLike[str], wanted: Mapping[str, tuple[str, str | None, str]]
+) -> dict[str, list[RunFolder]]:
+    """``completed_twins`` of many points at once, each record read once: identity -> runs, the oldest first.
+
+    ``wanted`` maps the identity to the fingerprints of code and data and the name of the cluster.
+    """
+    twins: dict[str, list[tuple[str, RunFolder]]] = {identity: [] for identity in wanted}
+    identities = [identity.encode() for identity in wanted]
     try:
         with os.scandir(runs_dir) as entries:
             paths = [entry.path for entry in entries if not entry.name.startswith(".")]
     except OSError:
-        return []
+        paths = []
     for path in paths:
-        record = _record(Path(path), identity)
-        if record is None or _key(record) != wanted:
+        record = _record(path, identities)
+        identity = record.get("identity") if record is not None else None
+        if record is None or not isinstance(identity, str) or wanted.get(identity) != _key(record):
             continue
         if read_status(Path(path)).state is State.completed:
-            twins.append((str(record.get("created_at", "")), RunFolder(path)))
-    return [run for _, run in sorted(twins, key=lambda twin: (twin[0], twin[1].name))]
+            twins[identity].append((str(record.get("created_at", "")), RunFolder(path)))
+    return {
+        identity: [run for _, run in sorted(found, key=lambda twin: (twin[0], twin[1].name))]
+        for identity, found in twins.items()
+    }
 
 
 def completed_twin(
@@ -50,11 +66,12 @@ def completed_twin(
     return twins[-1] if twins else None
 
 
-def _record(folder: Path, identity: str) -> dict[str, object] | None:
+def _record(folder: str, identities: Sequence[bytes]) -> dict[str, object] | None:
     try:
-        data = (folder / PROVENANCE_FILE).read_bytes()
+        with open(os.path.join(folder, PROVENANCE_FILE), "rb") as file:
+            data = file.read()
         # Most runs are of another identity; parsing their package lists would be most of the time.
-        found = json.loads(data) if identity.encode() in data else None
+        found = json.loads(data) if any(identity in data for identity in identities) else None
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
@@ -63,4 +80,4 @@ def _record(folder: Path, identity: str) -> dict[str, object] | None:
 def _key(record: dict[str, object]) -> tuple[object, ...]:
     code = record.get("code")
     fingerprint = code.get("fingerprint") if isinstance(code, dict) else None
-    return (record.get("identity"), fingerprint, record.get("data_fingerprint"), record.get("cluster"))
+    return (fingerprint, record.get("data_fingerprint"), record.get("cluster"))

@@ -25,11 +25,13 @@ def count_starts(cfg, run, runtime) -> None:
 
 
 def crash_at_first(cfg, run, runtime) -> None:
-    """A segmentation fault of rank 1 in the first attempt, while rank 0 waits for it; the second is fine."""
-    if len(run.status().extra["attempts"]) == 1:
-        if os.environ["RANK"] == "1":
-            import ctypes
+    """A segmentation fault of rank 1 in the first job, while rank 0 waits for it; the next job is fine."""
+    mark, job = run.path / "crashed", os.environ["SLURM_JOB_ID"]
+    if not mark.exists() and os.environ["RANK"] == "1":
+        import ctypes
 
-            ctypes.string_at(0)
-        time.sleep(60)
+        mark.write_text(job)
+        ctypes.string_at(0)
+    while not mark.exists() or mark.read_text() in ("", job):
+        time.sleep(0.1)
     count_starts(cfg, run, runtime)
