@@ -323,6 +323,9 @@ class _Turn:
             self._end_child(Reason.node_failure, "a node failed")
         elif job.preempted:
             self._end_child(Reason.preemption, "the job is preempted")
+        elif job.failed or any(not found.is_echo for found in self._errors()):
+            # The job script has ended already, while this task was slow to look.
+            self._end_child(Reason.exception, "another rank failed")
         else:
             self._end_child(Reason.cancelled, "the job is cancelled")
         return None

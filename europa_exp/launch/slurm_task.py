@@ -92,6 +92,8 @@ class JobNow:
     preempted: bool = False
     overtime: bool = False
     """The time limit is over, or nearly."""
+    failed: bool = False
+    """The job script has ended, and not with 0."""
     exclude: tuple[str, ...] = ()
 
 
@@ -107,6 +109,7 @@ def ask(task: Task, *, margin_s: float = 0) -> JobNow:
         restarts=int(fields.get("Restarts") or 0),
         preempted=fields.get("PreemptTime", "None") not in ("None", "N/A", "Unknown", ""),
         overtime=limit is not None and run is not None and run >= limit - margin_s,
+        failed=fields.get("JobState") == "FAILED" or fields.get("Reason") == "NonZeroExitCode",
         exclude=tuple(node_names(fields.get("ExcNodeList", ""))),
     )
 

@@ -258,6 +258,17 @@ def test_where_slurm_refuses_the_run_has_failed(step, tmp_path):
     assert "presently disabled" in run.status().extra["reason"]
 
 
+def test_a_first_task_that_looks_late_does_not_take_a_failure_for_a_cancellation(step, tmp_path):
+    [run] = make_runs(tmp_path / "runs", on_slurm())
+    step.start("exit_7_on_1", run)
+    assert step.tasks[1].wait(timeout=60) == 7
+    over = "JobState=COMPLETING Reason=NonZeroExitCode Restarts=0 PreemptTime=None RunTime=00:00:10 TimeLimit=01:00:00"
+    (step.place / "job").write_text(over)
+    step.signal(signal.SIGTERM, 0)
+    assert step.tasks[0].wait(timeout=60) == 7
+    assert (run.status().state, run.status().error["rank"]) == ("failed", 1)
+
+
 @pytest.mark.parametrize("who", [0, 1])
 def test_ranks_that_were_asked_to_stop_start_again(step, tmp_path, who):
     [run] = make_runs(tmp_path / "runs", on_slurm(requeue=True))
