@@ -193,7 +193,7 @@ def _measured(run: "RunFolder") -> list[tuple[str, str]]:
         return []
     if not rows:
         return [("steps", "none logged")]
-    warm = warmup_steps(len(rows))
+    warm = warmup_steps(len({row.get("step") for row in rows}))
     found = [
         (
             "steps",

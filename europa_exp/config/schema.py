@@ -346,6 +346,10 @@ class Training:
     checkpoint_every: int = knob(0, within="[0, inf)")
     """Steps between two checkpoints under the run folder; 0 keeps none."""
 
+    checkpoint_async: bool = knob(False)
+    """Write checkpoints while training goes on (torchtitan's async mode); takes host memory for a copy of what a rank holds.
+    The last checkpoint, and the one before a job stops, are written before it ends all the same."""
+
     checkpoint_keep: int = knob(0, within="[0, inf)")
     """Newest checkpoints that are kept, at least 2 (the newest may still be being written); 0 keeps all."""
 

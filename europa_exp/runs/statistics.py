@@ -115,7 +115,7 @@ def sample(
     series = by_step(rows, what.key)
     if not series:
         return Sample(None, seed=seed)
-    skip = warmup_steps(len(rows)) if warmup is None else warmup
+    skip = warmup_steps(len({_step(row) for row in rows})) if warmup is None else warmup
     if what.value is Value.median:
         first = sorted({s for s in (_step(row) for row in rows) if s is not None})[skip:]
         kept = [(s, v) for s, v in series if first and s >= first[0]]

@@ -111,6 +111,7 @@ def _checkpoint(training: schema.Training) -> CheckpointManager.Config:
         interval=training.checkpoint_every or training.steps,
         load_only=training.checkpoint_every == 0,
         keep_latest_k=training.checkpoint_keep,
+        async_mode="async" if training.checkpoint_async else "disabled",
         # A run goes on from what it saved last, with optimizer, dataloader and schedule.
         last_save_model_only=False,
         initial_load_path=initial,

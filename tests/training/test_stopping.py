@@ -73,8 +73,9 @@ def two_ranks(*overrides: str) -> Config:
     return composed(*TRAINING, *layout, *overrides)
 
 
-def test_one_rank_is_asked_all_stop_and_go_on_bitwise(tmp_path: Path) -> None:
-    cfg = two_ranks()
+@pytest.mark.parametrize("mode", ["training.checkpoint_async=false", "training.checkpoint_async=true"])
+def test_one_rank_is_asked_all_stop_and_go_on_bitwise(tmp_path: Path, mode: str) -> None:
+    cfg = two_ranks(mode)
     unbroken = on_ranks(cfg, tmp_path / "unbroken")
     assert [seen["stopped"] for seen in unbroken] == [None, None]
 
