@@ -88,11 +88,13 @@ def _through_hydra(root: Path, arguments: list[str]) -> int:
             lambda: hand_over(plugins.plan_call(loader, config, texts, multirun=False), command)
         )
 
-    flags, overrides = split_flags(arguments)
-    refuse_hydra_settings(flags, overrides)
+    flags, typed = split_flags(arguments)
+    refuse_hydra_settings(flags, typed)
+    # What Hydra is given is also what a message is made from: typed as it was, a right value could look wrong.
+    overrides = [normalize(text) for text in typed]
     multirun = "-m" in flags or "--multirun" in flags
     argv = sys.argv
-    sys.argv = [argv[0], *flags, *(normalize(o) for o in overrides)]
+    sys.argv = [argv[0], *flags, *overrides]
     before = os.environ.get(_FULL_ERROR)
     os.environ[_FULL_ERROR] = "1"  # Hydra then raises instead of printing and exiting by itself
     try:

@@ -302,6 +302,18 @@ def test_broken_files_in_conf(tmp_path, submitted, file, old, new, parts):
     assert submitted == []
 
 
+@pytest.mark.parametrize("switch", ["launch.preview=true", "nccl.socket_ifname=1e3"])
+def test_a_broken_file_is_not_blamed_on_a_right_value_beside_it(tmp_path, submitted, switch):
+    root = spoiled(tmp_path, "conf/training/default.yaml", "steps: 16", "stepz: 16")
+    (root / "sweeps" / "wrong.yaml").write_text("param: {comm: fp8}\n")
+    for arguments, part in (([], "stepz"), (["-m", "+sweeps=wrong"], "param")):
+        result = call(*arguments, switch, root=root)
+        assert result.code == 2
+        assert part in result.err
+        assert "must be" not in result.err
+    assert submitted == []
+
+
 def test_errors_while_submitting_are_not_taken_for_bad_input(monkeypatch):
     import europa_exp.launch.submit as module
 
