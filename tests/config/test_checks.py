@@ -311,14 +311,32 @@ def test_this_machine_tells_its_memory_and_a_container_its_limit(monkeypatch):
 def test_a_checkpoint_from_elsewhere_needs_trust(found, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ours, theirs = tmp_path / "runs" / "r" / "checkpoints" / "step-2", tmp_path / "theirs"
-    ours.mkdir(parents=True)
-    theirs.mkdir()
+    for folder in (ours, theirs):
+        folder.mkdir(parents=True)
+        (folder / ".metadata").touch()
     (tmp_path / "runs" / "link").symlink_to(theirs)
     assert found(f"training.initial_checkpoint={ours}") == {}
     for outside in (theirs, tmp_path / "runs" / "link", tmp_path / "runs" / ".." / "theirs"):
         problem = found(f"training.initial_checkpoint='{outside}'")["training.initial_checkpoint"]
         assert "trust=true" in problem.way_out
         assert found(f"training.initial_checkpoint='{outside}'", "trust=true") == {}
+
+
+def test_a_checkpoint_is_complete_and_leaves_steps_to_train(found, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    all_of_them = tmp_path / "runs" / "r" / "checkpoints"
+    for step in (8, 16):
+        (all_of_them / f"step-{step}").mkdir(parents=True)
+    field = "training.initial_checkpoint"
+    assert ".metadata" in found(f"{field}={all_of_them}/step-8")[field].rule
+    assert "step-100" in found(f"{field}={all_of_them}")[field].way_out
+    for step in (8, 16):
+        (all_of_them / f"step-{step}" / ".metadata").touch()
+    assert "step-16" in found(f"{field}={all_of_them}")[field].way_out
+    assert found(f"{field}={all_of_them}/step-8", "training.steps=9") == {}
+    problem = found(f"{field}={all_of_them}/step-8", "training.steps=8")["training.steps"]
+    assert "8 steps already" in problem.rule
+    assert "more than 8" in problem.way_out
 
 
 def test_folder_of_texts_and_runs_dir(found, tmp_path):

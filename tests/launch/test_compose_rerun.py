@@ -190,6 +190,7 @@ def test_a_records_nccl_variables_are_checked(submitted, extra, part):
 def test_a_checkpoint_from_elsewhere_needs_trust(submitted, tmp_path):
     theirs = tmp_path / "their_checkpoint"
     theirs.mkdir()
+    (theirs / ".metadata").touch()
 
     def change(cfg):
         cfg.training.initial_checkpoint = str(theirs)

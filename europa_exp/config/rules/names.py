@@ -257,9 +257,9 @@ def checkpoints(cfg: Config) -> Iterator[Problem]:
         )
 
 
-@reads("training.initial_checkpoint", "launch.runs_dir", "trust")
+@reads("training.initial_checkpoint", "training.steps", "launch.runs_dir", "trust")
 def initial_checkpoint(cfg: Config) -> Iterator[Problem]:
-    """It is there, and it is one of ours unless the user vouches for it."""
+    """It is there and whole, it leaves steps to train, and it is one of ours unless the user vouches for it."""
     value = cfg.training.initial_checkpoint
     if value is None:
         return
@@ -272,6 +272,28 @@ def initial_checkpoint(cfg: Config) -> Iterator[Problem]:
             "Give the folder of one checkpoint, for example runs/<run>/checkpoints/step-100, or null",
         )
         return
+    if not (path / ".metadata").is_file():  # written last: without it nothing can be read
+        inside = sorted(
+            path.glob("step-*/.metadata"), key=lambda file: (len(file.parent.name), file.parent.name)
+        )
+        yield Problem(
+            dotted,
+            value,
+            "is no complete checkpoint: it has no file .metadata",
+            f"Give one of the checkpoints in it, for example {inside[-1].parent}"
+            if inside
+            else "Give the folder of one checkpoint, for example runs/<run>/checkpoints/step-100, or null",
+        )
+        return
+    # The step goes on from the checkpoint's. The folder's name tells it; the file itself is a pickle, not to be opened here.
+    made_at = re.fullmatch(r"step-(\d+)", path.resolve().name)
+    if made_at and int(made_at[1]) >= cfg.training.steps:
+        yield Problem(
+            "training.steps",
+            cfg.training.steps,
+            f"{dotted}={value} has trained {made_at[1]} steps already, and steps count from there",
+            f"Give training.steps=<more than {made_at[1]}>",
+        )
     ours = Path(cfg.launch.runs_dir).resolve()
     if not cfg.trust and ours not in path.resolve().parents:
         yield Problem(
