@@ -89,11 +89,18 @@ def test_broken_records_do_not_stop_the_view(tmp_path: Path) -> None:
     assert states(told.stdout) == {broken.name: "unknown", fine.name: "completed"}
 
 
-def test_watching_on_a_terminal_ends_with_the_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("columns", [150, 60])
+def test_watching_on_a_terminal_ends_with_the_runs(tmp_path: Path, columns: int) -> None:
     run = record(tmp_path, state="running")
     run.note(pid=os.getpid())
     ours, theirs = pty.openpty()
-    env = {**os.environ, "TERM": "xterm", "EUROPA_RUNS_DIR": str(tmp_path), "COLUMNS": "150", "LINES": "30"}
+    env = {
+        **os.environ,
+        "TERM": "xterm",
+        "EUROPA_RUNS_DIR": str(tmp_path),
+        "COLUMNS": str(columns),
+        "LINES": "30",
+    }
     process = subprocess.Popen(
         [sys.executable, "-m", "europa_exp.cli", "status", "--watch"], env=env, stdout=theirs, stderr=theirs
     )

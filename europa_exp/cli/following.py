@@ -12,6 +12,7 @@ from europa_exp.cli.base import ABSENT, RUNS, RunsDir, Sweep, command, print_tab
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from rich.console import Group
     from rich.table import Table
 
     from europa_exp.launch.standing import Standing, Survey
@@ -34,6 +35,8 @@ STYLES = {
     "unknown": "red",
     "cancelled": "yellow",
 }
+_DISPENSABLE = ("nodes", "progress", "tok/s/rank", "try", "loss", "job")
+_SHORTEST_NAME = 24
 _LOSS = "loss/global_avg"
 _SPEED = "throughput/tokens_per_second_per_gpu"
 _REDRAW_S = 1.0
@@ -65,14 +68,25 @@ def status(
         return
     found = _watch(chosen) if watch else survey(chosen)
     if not watch:
-        lines, notes = _table(found)
-        print_table(HEADER, lines, notes, STYLES)
+        _print(found)
     if left_out and not watch:
         print(f"{left_out} older runs that have ended are left out; `europa list` shows them.")
     bad = [s for s in found.standings if s.bad]
     if bad:
         print(f"Next: europa why {bad[0].run.name}")
         raise typer.Exit(1)
+
+
+def _print(found: "Survey") -> None:
+    lines, notes = _table(found)
+    if not sys.stdout.isatty():
+        print_table(HEADER, lines, notes, STYLES)
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(_terminal_table(lines, console.width))
+    print("\n".join(f"! {note}" for note in notes), end="\n" if notes else "")
 
 
 def _chosen(runs_dir: Path, texts: "Sequence[str]", sweep: str | None) -> tuple[list["RunFolder"], int]:
@@ -175,21 +189,21 @@ def _watch_live(look: "Callable[[], Survey]") -> "Survey":
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             found = look()
-            live.update(live_table(found, console.height), refresh=True)
+            live.update(live_view(found, console.width, console.height), refresh=True)
             if all(s.over for s in found.standings):
                 return found
             time.sleep(_REDRAW_S)
 
 
-def live_table(found: "Survey", height: int) -> "Table":
-    """The table for a terminal of ``height`` lines: what goes on or went wrong stays in sight, the rest is counted."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+def live_view(found: "Survey", width: int, height: int) -> "Group":
+    """Table and notes for a terminal: what goes on or went wrong stays in sight, the rest is counted."""
+    from rich.console import Group
     from rich.text import Text
 
     lines, notes = _table(found)
-    room = max(height - 5, 3)
-    notes = notes[: max(room // 3, 1)] if len(lines) + len(notes) > room else notes
+    room = max(height - 4, 3)
+    if len(lines) + len(notes) > room:
+        notes = notes[: max(room // 4, 1)]
     room = max(room - len(notes), 1)
     shown = list(range(len(lines)))
     if len(lines) > room:
@@ -203,14 +217,31 @@ def live_table(found: "Survey", height: int) -> "Table":
             "cancelled": 3,
         }
         shown = sorted(sorted(shown, key=lambda i: (order.get(lines[i][1], 2), i))[:room])
+    below = [f"{len(lines) - len(shown)} more: {counted(found.standings)}"] if len(shown) < len(lines) else []
+    below += [f"! {note}" for note in notes]
+    texts = [Text(text, no_wrap=True, overflow="ellipsis") for text in below]
+    return Group(_terminal_table([lines[i] for i in shown], width), *texts)
+
+
+def _terminal_table(lines: list[list[str]], width: int) -> "Table":
+    """The table without the columns for which a narrow terminal has no room; the state is always whole."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    widths = [max(len(line[i]) for line in [HEADER, *lines]) for i in range(len(HEADER))]
+    kept = list(range(len(HEADER)))
+    for name in _DISPENSABLE:
+        # The name of the run can be cut, but not to nothing.
+        if min(widths[0], _SHORTEST_NAME) + sum(widths[i] + 3 for i in kept if i) <= width:
+            break
+        kept.remove(HEADER.index(name))
     out = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for i, name in enumerate(HEADER):
-        out.add_column(name, no_wrap=True, overflow="ellipsis", ratio=1 if i == 0 else None)
-    for i in shown:
-        out.add_row(*(Text(text, style=STYLES.get(text, "")) for text in lines[i]))
-    more = [f"{len(lines) - len(shown)} more: {counted(found.standings)}"] if len(shown) < len(lines) else []
-    out.caption = Text("\n".join([*more, *(f"! {note}" for note in notes)]), style="")
-    out.caption_justify = "left"
+    for i in kept:
+        least = None if i == 0 else widths[i]
+        out.add_column(HEADER[i], no_wrap=True, overflow="ellipsis", min_width=least)
+    for line in lines:
+        out.add_row(*(Text(line[i], style=STYLES.get(line[i], "")) for i in kept))
     return out
 
 

@@ -129,7 +129,7 @@ def _sacct(ids: Sequence[str], timeout: float) -> dict[str, SlurmState] | str:
                 job_id=i,
                 state=state,
                 source="sacct",
-                reason=_some(reason),
+                reason="" if over else _some(reason),  # why it waited, once
                 nodes=_some(nodes),
                 exit_code=exit_code if over else None,
                 signal=number if over else None,

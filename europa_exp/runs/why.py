@@ -240,13 +240,26 @@ def _going_on(case: _Case) -> Explanation:
     if case.state != "running" and isinstance(reason, str) and reason:
         evidence.append(Evidence("status.json", (reason,)))
     ended = [a for a in case.attempts if a.get("reason")]
+    last = None
     if ended:
         evidence.append(_history(ended))
+        # While it waits, the error records are still those of the attempt before.
+        last = _of_record(case) if case.state in ("queued", "loading") else None
     if case.slurm is not None:
         evidence.append(Evidence("Slurm", (case.slurm.text(),)))
     name = case.run.name
     advice = (f"europa logs {name} -f",) if case.state == "running" else (f"europa status {name} --watch",)
-    return Explanation(Cause.going_on, title, evidence=tuple(evidence), advice=advice)
+    if last is None:
+        return Explanation(Cause.going_on, title, evidence=_bounded(evidence), advice=advice)
+    return Explanation(
+        Cause.going_on,
+        f"{title} to be tried again; the last time: {last.title}",
+        rank=last.rank,
+        node=last.node,
+        evidence=_bounded([*evidence, *last.evidence]),
+        advice=advice,
+        behind=last.behind,
+    )
 
 
 def _cancelled(case: _Case) -> Explanation | None:
@@ -573,9 +586,12 @@ def _least_memory(case: _Case) -> list[Evidence]:
         text = (case.run.path / "logs" / "host_memory.jsonl").read_text(errors="replace")
     except OSError:
         return []
+    start = case.attempts[-1].get("start") if case.attempts else None
     for line in text.splitlines():
         try:
             row = json.loads(line)
+            if start is not None and row.get("start") not in (None, start):
+                continue
             rows.append((float(row["free"]) + float(row["reclaimable"]), row))
         except (ValueError, KeyError, TypeError):
             continue

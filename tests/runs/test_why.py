@@ -424,6 +424,30 @@ def test_completed_running_waiting_and_cancelled(tmp_path: Path) -> None:
     assert (explain(run).cause, explain(run).title) == ("completed", "it completed")
 
 
+def test_a_run_that_waits_to_be_tried_again_tells_what_happened(tmp_path: Path) -> None:
+    attempt = {
+        "n": 1,
+        "job_id": "7",
+        "start": "7.0",
+        "nodes": ["n1", "n2"],
+        "reason": "collective_timeout",
+        "step": 3,
+    }
+    run = failed(tmp_path, attempts=[attempt])
+    leave_error(run, 0, "RuntimeError", "Timed out waiting 3000ms for recv operation to complete")
+    run.set_state("queued", reason="collective_timeout: attempt 2 of 3 follows")
+    run.log(1).write_text("======== start\nelsewhere\n")
+    found = explain(run, slurm=SlurmState("7", "PENDING", "squeue", "BeginTime"))
+    assert found.cause == "going_on"
+    assert "it waits to be tried again; the last time: a collective timed out" in found.title
+    assert "attempt 2 of 3 follows" in proof(found)
+    assert found.behind == (1, 2, 3)
+    # Once the next attempt runs, the earlier error is history.
+    run.note(attempts=[attempt, {"n": 2, "job_id": "7", "start": "7.1", "nodes": ["n1", "n2"]}])
+    run.set_state("running")
+    assert explain(run).title == "it is running"
+
+
 def test_scancel_by_somebody(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run.set_state("running", job_id="7")
