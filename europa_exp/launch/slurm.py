@@ -101,6 +101,8 @@ def _setup(cluster: Cluster, nodes: int, code: Path) -> list[str]:
     if cluster.cpus_per_task:
         lines.append(f"export SRUN_CPUS_PER_TASK={cluster.cpus_per_task}  # srun doesn't inherit it")
     path = shlex.quote(str(code))
+    # Otherwise `python -m` looks first where the command was typed: in the checkout that somebody goes on editing.
+    lines.append("export PYTHONSAFEPATH=1")
     lines.append(f'export PYTHONPATH={path}"${{PYTHONPATH:+:$PYTHONPATH}}"')
     return lines
 

@@ -53,6 +53,10 @@ def submit(
     of the others are removed; the same call completes it. Raises RunFolderError when nothing can be submitted at all.
     """
     runs_dir = Path(launch.runs_dir).absolute()
+    if "%" in str(runs_dir):
+        raise RunFolderError(
+            f"launch.runs_dir={launch.runs_dir}: Slurm takes % in the path of a log for a pattern; choose another folder"
+        )
     with submission.alone(runs_dir, lambda: bool(stops.count)):
         key = submission.call_key([p for p, _ in points], [f for _, f in points])
         record: Record | None = None

@@ -11,7 +11,7 @@ from launching import CODE, config, point
 from europa_exp.config.schema import Executor
 from europa_exp.launch import already, arrays, attend_slurm, follow, job, squeue, submission, submit
 from europa_exp.launch.submission import Life, Record
-from europa_exp.runs.folder import NewRun, RunFolder, create_runs
+from europa_exp.runs.folder import NewRun, RunFolder, RunFolderError, create_runs
 from europa_exp.runs.slurm_record import Answer, SlurmState
 from europa_exp.runs.status import State
 
@@ -256,6 +256,14 @@ def test_one_call_goes_to_one_place(tmp_path):
     mixed = [point(config(), "a"), point(slurm_config(), "b")]
     with pytest.raises(submit.ConfigError, match="one call goes to one place"):
         submit.submit(mixed, mixed[0].cfg.launch, sweep="s", command=["test"])
+
+
+def test_a_path_that_slurm_misreads(tmp_path):
+    cfg = slurm_config()
+    cfg.launch.runs_dir = str(tmp_path / "100%j")
+    with pytest.raises(RunFolderError, match="Slurm takes % in the path"):
+        submit.submit([point(cfg)], cfg.launch, sweep=None, command=["test"])
+    assert not list(tmp_path.iterdir())
 
 
 # -------------------------------------------------------------------------------------------------------- watching

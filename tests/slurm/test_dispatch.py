@@ -333,3 +333,11 @@ def test_the_record_says_what_the_job_imports(slurm, tmp_path):
     assert Path(imports["path"]).parent == tmp_path / "b" / ".code"
     [script] = (tmp_path / "b").glob(".submitit/*/*_submission.sh")
     assert f"PYTHONPATH={imports['path']}" in script.read_text()
+
+
+def test_code_where_the_command_was_typed_is_not_imported(slurm, tmp_path):
+    """As in the root of the checkout, which is edited while the job waits."""
+    (tmp_path / "europa_exp").mkdir()
+    (tmp_path / "europa_exp" / "__init__.py").write_text("raise RuntimeError('an edit')\n")
+    exit_code, out = submit(slurm, tmp_path / "runs", "slurm_targets:write_steps", configs(1))
+    assert exit_code == 0, out

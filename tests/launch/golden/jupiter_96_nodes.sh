@@ -27,6 +27,7 @@ module load Python || { echo "cluster.modules: failed to load Python on $(uname 
 module load CUDA || { echo "cluster.modules: failed to load CUDA on $(uname -n)" >&2; exit 1; }
 module load NCCL || { echo "cluster.modules: failed to load NCCL on $(uname -n)" >&2; exit 1; }
 export SRUN_CPUS_PER_TASK=72  # srun doesn't inherit it
+export PYTHONSAFEPATH=1
 export PYTHONPATH=<code>"${PYTHONPATH:+:$PYTHONPATH}"
 
 # command

@@ -14,6 +14,7 @@
 #SBATCH --wckey=submitit
 
 # setup
+export PYTHONSAFEPATH=1
 export PYTHONPATH=<code>"${PYTHONPATH:+:$PYTHONPATH}"
 
 # command
