@@ -372,11 +372,11 @@ def _quantities(members: Sequence[Member], wanted: Sequence[str]) -> list[Quanti
         fitting = fitting or [k for k in present if token in k]
         if not fitting:
             close = difflib.get_close_matches(token, pool, n=3, cutoff=0.4)
-            hint = f"did you mean {' or '.join(close)}?" if close else ""
+            hint = f"; did you mean {' or '.join(close)}?" if close else "."
             have = (
                 f"These runs have {', '.join(present)}" if present else "These runs have logged nothing yet"
             )
-            raise CompareError(f"metrics={token}: no such quantity{'; ' + hint if hint else ''} {have}")
+            raise CompareError(f"metrics={token}: no such quantity{hint} {have}")
         chosen += fitting
     return [quantity(key) for key in dict.fromkeys(chosen)]
 

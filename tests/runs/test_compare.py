@@ -105,6 +105,8 @@ def test_metrics_by_key_part_and_all(six: Path) -> None:
         CompareError, match=r"metrics=stepp: no such quantity; did you mean .*These runs have loss/global_avg"
     ):
         compare(runs, metrics=["stepp"])
+    with pytest.raises(CompareError, match=r"metrics=zzzz: no such quantity\. These runs have"):
+        compare(runs, metrics=["zzzz"])
 
 
 def test_repeats_are_one_row_and_carry_the_verdict(tmp_path: Path) -> None:
