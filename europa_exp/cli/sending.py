@@ -39,7 +39,7 @@ def sync(
     while True:
         chosen = _chosen(runs_dir, runs or [], sweep)
         try:
-            outcomes = send(chosen, _told if first or not watch else _told_if_new)
+            outcomes = send(chosen, _told if first else _told_if_new, _over(chosen))
         except WandbUnavailable as error:
             if first:
                 raise
@@ -66,6 +66,13 @@ def _chosen(runs_dir: "RunsDir", runs: list[str], sweep: str | None) -> "list[Ru
     if sweep is not None:
         chosen = list(dict.fromkeys([*chosen, *find_sweep(runs_dir, sweep)[1]]))
     return chosen if runs or sweep is not None else [entry.run for entry in entries(runs_dir)]
+
+
+def _over(chosen: "list[RunFolder]") -> "set[RunFolder]":
+    """Runs on which nobody works any more, though their record may not know."""
+    from europa_exp.launch.standing import survey
+
+    return {standing.run for standing in survey(chosen).standings if standing.over}
 
 
 def _told_if_new(outcome: "Outcome") -> None:

@@ -19,7 +19,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any
 from europa_exp.runs import wandb_process
 from europa_exp.runs.files import replace_text
 from europa_exp.runs.folder import RunFolder
-from europa_exp.runs.lookup import Entry, brief
+from europa_exp.runs.lookup import brief
 from europa_exp.runs.status import State
 from europa_exp.runs.tracking import wandb_id
 from europa_exp.runs.wandb_log import Log, read_log
-from europa_exp.runs.wandb_process import WandbUnavailable
+from europa_exp.runs.wandb_process import Complaints, WandbUnavailable
 
 if TYPE_CHECKING:
     from europa_exp.config.schema import Config
@@ -100,8 +100,12 @@ class _Look:
         )
 
 
-def sync(runs: Sequence[RunFolder], tell: Callable[[Outcome], None]) -> list[Outcome]:
+def sync(
+    runs: Sequence[RunFolder], tell: Callable[[Outcome], None], over: Collection[RunFolder] = ()
+) -> list[Outcome]:
     """Send what the server lacks of the runs; ``tell`` gets each outcome as soon as it is known.
+
+    ``over`` are runs on which nobody works any more, whatever their record says (Slurm knows of no job, for example).
 
     Raises WandbUnavailable when there is something to send and W&B can't be asked; nothing was changed then.
     """
@@ -113,14 +117,14 @@ def sync(runs: Sequence[RunFolder], tell: Callable[[Outcome], None]) -> list[Out
 
     waiting: list[RunFolder] = []
     for run in runs:
-        found = _looked(run)
+        found = _looked(run, over)
         if isinstance(found, Outcome):
             done(found)
         else:
             waiting.append(run)
     for first in range(0, len(waiting), BATCH):
         try:
-            for outcome in _batch(waiting[first : first + BATCH]):
+            for outcome in _batch(waiting[first : first + BATCH], over):
                 done(outcome)
         except WandbUnavailable as error:
             if first == 0:
@@ -131,7 +135,7 @@ def sync(runs: Sequence[RunFolder], tell: Callable[[Outcome], None]) -> list[Out
     return outcomes
 
 
-def _batch(runs: Sequence[RunFolder]) -> list[Outcome]:
+def _batch(runs: Sequence[RunFolder], over: Collection[RunFolder]) -> list[Outcome]:
     outcomes: list[Outcome] = []
     looks: list[_Look] = []
     with contextlib.ExitStack() as stack:
@@ -142,9 +146,8 @@ def _batch(runs: Sequence[RunFolder]) -> list[Outcome]:
                 outcomes.append(Outcome(run, "failed", why=f"its wandb folder can't be used: {error}"))
                 continue
             # Again, under the lock: another process may have sent it in the meantime.
-            found = (
-                _looked(run) if free else Outcome(run, "failed", why="another `europa sync` is sending it")
-            )
+            busy = Outcome(run, "failed", why="another `europa sync` is sending it")
+            found = _looked(run, over) if free else busy
             if isinstance(found, Outcome):
                 outcomes.append(found)
             else:
@@ -160,9 +163,9 @@ def _batch(runs: Sequence[RunFolder]) -> list[Outcome]:
     return outcomes
 
 
-def _looked(run: RunFolder) -> _Look | Outcome:
+def _looked(run: RunFolder, over: Collection[RunFolder]) -> _Look | Outcome:
     try:
-        return _look(run)
+        return _look(run, run in over)
     except Exception as error:  # a broken folder must not stop the others
         return Outcome(run, "failed", why=brief(error))
 
@@ -170,11 +173,10 @@ def _looked(run: RunFolder) -> _Look | Outcome:
 # ------------------------------------------------------------------------------------------------------- looking
 
 
-def _look(run: RunFolder) -> _Look | Outcome:
+def _look(run: RunFolder, over: bool) -> _Look | Outcome:
     """What there is to send of a run, as far as the run folder tells."""
     status = run.status()
-    entry = Entry(run)
-    live = not status.ended and entry.state != "lost"
+    live = not (over or status.ended or status.orphaned)
     sent = _sent(run)
     size = _size(run.metrics_file)
     if sent.get("ended") and not live and sent.get("size") == size and _same_server(sent):
@@ -303,8 +305,8 @@ def _send(looks: Sequence[_Look], place: Path) -> list[Outcome]:
         return outcomes
     folders = [folder for _, _, paths in ready for folder in paths]
     size = sum(_size(path) for folder in folders for path in folder.rglob("*") if path.is_file())
-    problem = wandb_process.send(folders, place, SEND_S + size / BYTES_PER_S)
-    _confirm([(look, outcome) for look, outcome, _ in ready], problem, place)
+    complaints = wandb_process.send(folders, place, SEND_S + size / BYTES_PER_S)
+    _confirm([(look, outcome) for look, outcome, _ in ready], complaints, place)
     return outcomes + [outcome for _, outcome, _ in ready]
 
 
@@ -333,7 +335,7 @@ def _written(
     return found
 
 
-def _confirm(sent: Sequence[tuple[_Look, Outcome]], problem: str, place: Path) -> None:
+def _confirm(sent: Sequence[tuple[_Look, Outcome]], complaints: Complaints, place: Path) -> None:
     """Ask the server what arrived; only that is recorded as sent."""
     waiting = list(sent)
     for pause in CONFIRM_PAUSES_S:
@@ -341,27 +343,27 @@ def _confirm(sent: Sequence[tuple[_Look, Outcome]], problem: str, place: Path) -
         try:
             answer = wandb_process.ask(_named([look for look, _ in waiting]), place)
         except WandbUnavailable as error:
-            problem = problem or str(error)
+            for _, outcome in waiting:
+                outcome.why = str(error)
             continue
         late = []
         for (look, outcome), known in zip(waiting, answer["runs"], strict=True):
-            arrived = (known["rows"] or 0) - look.before
+            arrived = max(0, (known["rows"] or 0) - look.before)
             wanted = max(0, look.rows - look.start)
-            # A run without any steps is there or not.
+            problem = complaints.of(look.path.rpartition("/")[2])
             if known["rows"] is not None and arrived >= wanted and not problem:
-                outcome.rows = wanted
+                outcome.why, outcome.rows = "", wanted
                 look.start = look.rows
                 _record(look, outcome)
             else:
-                outcome.what, outcome.rows = "failed", 0
-                outcome.why = f"the server has {max(0, arrived)} of {wanted} new steps"
+                told = f"the server has {arrived} of {wanted} new steps"
+                outcome.why = "; ".join(filter(None, (told, problem)))
                 late.append((look, outcome))
         waiting = late
-        if not waiting or problem:
-            break
+        if not waiting:
+            return
     for _, outcome in waiting:
-        outcome.what = "failed"
-        outcome.why = "; ".join(filter(None, (outcome.why, problem))) + "; try again"
+        outcome.what, outcome.why = "failed", f"{outcome.why}; try again"
 
 
 def _record(look: _Look, outcome: Outcome | None = None) -> None:

@@ -10,10 +10,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
+import urllib.parse
+import urllib.request
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -71,32 +76,42 @@ def write(parts: Sequence[Mapping[str, Any]], place: Path) -> list[dict[str, Any
     return found
 
 
-def send(folders: Sequence[Path], place: Path, patience: float) -> str:
-    """Run ``wandb beta sync`` on the folders of offline runs; what it complained of, empty if of nothing.
+@dataclass
+class Complaints:
+    """What ``wandb beta sync`` complained of: about all runs (``general``, empty if about none), and by the id of a run."""
+
+    general: str = ""
+    runs: dict[str, str] = field(default_factory=dict)
+
+    def of(self, run_id: str) -> str:
+        """What concerns one run."""
+        return self.runs.get(run_id) or self.general
+
+
+def send(folders: Sequence[Path], place: Path, patience: float) -> Complaints:
+    """Run ``wandb beta sync`` on the folders of offline runs.
 
     Its exit code tells nothing: it is 0 for a run that the server refused. Whoever calls asks the server afterwards.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "wandb",
-        "beta",
-        "sync",
-        "--no-skip-synced",
-        "-n",
-        "8",
-        *map(str, folders),
-    ]
-    code, out, err = _run(command, place, patience)
-    lines = [line.strip() for line in (out + "\n" + err).splitlines()]
+    options = ["--no-skip-synced", "-n", "8"]
+    command = [sys.executable, "-m", "wandb", "beta", "sync", *options, *map(str, folders)]
+    for _ in range(2):
+        code, out, err = _run(command, place, patience)
+        lines = [line.strip() for line in (out + "\n" + err).splitlines()]
+        # On a busy machine it gives up on its own process, before anything was sent: that may be tried again.
+        if not code or any("View run" in line for line in lines):
+            break
     if code is None:
-        return f"`wandb beta sync` did not end within {patience:.0f} s and was stopped"
-    wrong = [line for line in lines if "ERROR" in line or "rror:" in line or "ailed" in line]
-    return (
-        _plain(wrong[-1])
-        if wrong
-        else ("" if code == 0 else f"`wandb beta sync` ended with exit code {code}")
-    )
+        return Complaints(f"`wandb beta sync` did not end within {patience:.0f} s and was stopped")
+    found = Complaints()
+    for line in lines:
+        if about := re.search(r"ERROR.*?\[(?:[^\s\]]+/)?([^\s\]/]+)\] (.*)", line):
+            found.runs[about[1]] = _plain(about[2])
+        elif "ERROR" in line or re.match(r"[\w.]*(?:Error|Exception)\b", line):
+            found.general = _plain(line)
+    if code and not found.general:
+        found.general = f"`wandb beta sync` ended with exit code {code}"
+    return found
 
 
 def _call(task: Mapping[str, Any], place: Path, patience: float) -> dict[str, Any]:
@@ -187,19 +202,31 @@ def _asked(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     import wandb
 
     login = "run `wandb login` (or set WANDB_API_KEY) and try again"
-    server = str(wandb.setup().settings.base_url)
+    server = os.environ.get("WANDB_BASE_URL", "its default address")
     try:
-        if not wandb.login(prompt=False, verify=False):  # type: ignore[call-arg, unused-ignore]
+        server = str(wandb.setup().settings.base_url)
+        if not wandb.login(prompt=False, verify=False):
             return {"problem": f"nobody is logged in to W&B at {server}; {login}"}
+        _knock(server)
         api = wandb.Api(timeout=API_TIMEOUT_S)
         default = str(api.default_entity)
         found = [_known(api, run.get("entity") or default, run) for run in runs]
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        why = _plain(lines[0])
-        refused = any(word in why.lower() for word in ("401", "403", "permission", "api key", "unauthorized"))
+        why = _plain("; ".join(line.strip() for line in lines[:3]))
+        refused = re.search(
+            r"\b40[13]\b|permission|api.key|unauthorized|not logged in|invalid credentials", why, re.I
+        )
         return {"problem": f"W&B at {server} can't be used: {why}; {login if refused else _way_out()}"}
     return {"server": server, "runs": found}
+
+
+def _knock(server: str) -> None:
+    """Fail at once where nothing can answer; the client would try for long and then tell of a busy process."""
+    address = urllib.parse.urlsplit(server)
+    if address.hostname and not urllib.request.getproxies():
+        port = address.port or (443 if address.scheme == "https" else 80)
+        socket.create_connection((address.hostname, port), timeout=API_TIMEOUT_S).close()
 
 
 def _known(api: Any, entity: str, run: Mapping[str, Any]) -> dict[str, Any]:

@@ -162,6 +162,7 @@ def test_a_run_arrives_whole_and_only_once(server: WandbServer, tmp_path: Path) 
     assert (again.what, server.operations) == ("current", [])
 
 
+@pytest.mark.slow
 def test_the_record_of_what_was_sent_may_get_lost(server: WandbServer, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     attempt(run, range(1, 10))
@@ -186,6 +187,7 @@ def test_attempts_of_a_requeued_run_become_one(server: WandbServer, tmp_path: Pa
     assert found.ends[-1] == (0, False)
 
 
+@pytest.mark.slow
 def test_a_live_run_is_sent_as_far_as_it_is_and_again_later(server: WandbServer, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     attempt(run, range(1, 8), None)
@@ -205,6 +207,7 @@ def test_a_live_run_is_sent_as_far_as_it_is_and_again_later(server: WandbServer,
     assert all(f.with_name(f.name + ".synced").exists() for f in run.wandb_dir.glob("*/*.wandb"))
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_is_sent_without_new_steps(server: WandbServer, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     attempt(run, range(1, 8), None)
@@ -254,6 +257,7 @@ def test_a_log_cut_inside_a_record_is_named_and_stops_nothing(server: WandbServe
         assert steps(stored(server, run)) == list(range(1, 31))
 
 
+@pytest.mark.slow
 def test_without_the_steps_a_cut_log_is_skipped_and_named(server: WandbServer, tmp_path: Path) -> None:
     cut, whole = make_run(tmp_path, name="cut-0123456789ab"), make_run(tmp_path, name="whole-0123456789ab")
     for run in (cut, whole):
@@ -269,6 +273,7 @@ def test_without_the_steps_a_cut_log_is_skipped_and_named(server: WandbServer, t
     assert len(server.runs) == 1
 
 
+@pytest.mark.slow
 def test_values_that_are_not_finite_and_wall_times_arrive(server: WandbServer, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run.set_state("running")
@@ -284,6 +289,7 @@ def test_values_that_are_not_finite_and_wall_times_arrive(server: WandbServer, t
     assert [row["_timestamp"] for row in (first, second)] == pytest.approx(times, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_many_runs_in_several_calls(
     server: WandbServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,6 +306,16 @@ def test_many_runs_in_several_calls(
 
 
 # ------------------------------------------------------------------------------------------------- nothing to send
+
+
+@pytest.mark.slow
+def test_a_run_that_nobody_works_on_any_more_gets_its_end(server: WandbServer, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.set_state("running", host="elsewhere")
+    with MetricsWriter(run.metrics_file) as writer:
+        writer.write({"loss": 1.0}, 1)
+    assert [(o.what, o.live) for o in sync.sync([run], lambda _: None, {run})] == [("sent", False)]
+    assert stored(server, run).ends == [(1, False)]
 
 
 def test_what_has_nothing_to_send_says_why_and_needs_no_network(tmp_path: Path) -> None:
@@ -322,6 +338,7 @@ def test_what_has_nothing_to_send_says_why_and_needs_no_network(tmp_path: Path) 
     }
 
 
+@pytest.mark.slow
 def test_an_online_run_that_fell_back_to_offline_is_sent(server: WandbServer, tmp_path: Path) -> None:
     run = make_run(tmp_path, config("tracking=online"))
     attempt(run, range(1, 5))  # without a login
@@ -330,6 +347,7 @@ def test_an_online_run_that_fell_back_to_offline_is_sent(server: WandbServer, tm
     assert steps(stored(server, run)) == list(range(1, 5))
 
 
+@pytest.mark.slow
 def test_a_broken_folder_stops_nothing(server: WandbServer, tmp_path: Path) -> None:
     broken, good = (
         make_run(tmp_path, name="broken-0123456789ab"),
@@ -358,6 +376,7 @@ def test_two_at_once_do_not_send_one_run_twice(server: WandbServer, tmp_path: Pa
 # ------------------------------------------------------------------------------------------------------- trouble
 
 
+@pytest.mark.slow
 def test_a_connection_that_breaks_in_the_middle_is_told_and_completed(
     server: WandbServer, tmp_path: Path
 ) -> None:
@@ -392,6 +411,7 @@ def test_a_server_that_never_takes_it_ends_in_bounded_time(
     assert steps(stored(server, run)) == list(range(1, 5))
 
 
+@pytest.mark.slow
 def test_without_a_login_nothing_is_sent(
     tmp_path: Path, server: WandbServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -405,6 +425,29 @@ def test_without_a_login_nothing_is_sent(
         f"europa: nobody is logged in to W&B at {server.url}; run `wandb login` (or set WANDB_API_KEY) and try again\n"
     )
     assert not (run.wandb_dir / SENT_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "answer", "why"),
+    [
+        (401, {"errors": [{"message": "user is not logged in"}]}, "user is not logged in; run `wandb login`"),
+        (200, {"data": {"viewer": None}}, "run `wandb login`"),
+        (404, {}, "check the network"),
+    ],
+)
+@pytest.mark.slow
+def test_a_server_that_refuses_is_told_in_one_message(
+    code: int,
+    answer: dict[str, Any],
+    why: str,
+    server: WandbServer,
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path)
+    attempt(run, range(1, 3))
+    server.answer_always = (code, answer)
+    with pytest.raises(WandbUnavailable, match=why):
+        send(run)
 
 
 @pytest.mark.slow
@@ -441,6 +484,7 @@ def test_a_server_that_accepts_and_says_nothing_ends_in_bounded_time(
 # --------------------------------------------------------------------------------------------------- command line
 
 
+@pytest.mark.slow
 def test_the_command_tells_each_run_and_a_summary(server: WandbServer, tmp_path: Path) -> None:
     mine = make_run(tmp_path, name="mine-0123456789ab", sweep="s1")
     disabled = make_run(tmp_path, config("tracking=disabled"), name="off-0123456789ab", sweep="s1")
@@ -485,6 +529,7 @@ def test_watching_ends_when_all_runs_have_ended_and_are_sent(server: WandbServer
     assert stored(server, run).ends[-1] == (0, False)
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_was_copied_keeps_what_it_sent(server: WandbServer, tmp_path: Path) -> None:
     run = make_run(tmp_path / "a")
     attempt(run, range(1, 4))

@@ -39,14 +39,17 @@ class Stored:
 
 
 class WandbServer:
-    """Serves until ``close``. ``refuse_history`` makes it answer with that HTTP status instead of taking history."""
+    """Serves until ``close``."""
 
     def __init__(self) -> None:
         self.runs: dict[str, Stored] = {}
         self.operations: list[str] = []
         self.refuse_history: int | None = None
+        """The HTTP status that answers history instead of taking it."""
         self.take_lines: int | None = None
         """Take so many further lines of history and refuse the rest, as a connection that breaks."""
+        self.answer_always: tuple[int, Any] | None = None
+        """Status and answer to everything that is posted."""
         self.lock = threading.Lock()
         outer = self
 
@@ -89,6 +92,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self._body())
         state = self.server_state
+        if state.answer_always:
+            self._reply(state.answer_always[1], state.answer_always[0])
+            return
         with state.lock:
             if self.path.endswith("/file_stream"):
                 code, answer = self._stream(body)
