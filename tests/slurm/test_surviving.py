@@ -1,0 +1,103 @@
+"""What a run survives on a real Slurm: preemption in the middle, ranks that crash, tasks that vanish, nodes without memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clusters import Cluster, until
+from submitting import config, submit, wait_for_state
+
+from europa_exp.launch.slurm_rank import exclude_file, newest_checkpoint
+from europa_exp.runs.attempts import attempts_of
+from europa_exp.runs.folder import RunFolder
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(400)]
+
+ENDED = ("completed", "failed", "cancelled")
+
+
+def begin(slurm: Cluster, runs: Path, entry: str, nodes: int, tasks: int, *overrides: str) -> RunFolder:
+    cfg = config(nodes, tasks, "launch.detach=true", "cluster.requeue=true", *overrides)
+    code, out = submit(slurm, runs, entry, [cfg])
+    assert code == 0, out
+    return RunFolder(runs / "run0")
+
+
+def attempts(run: RunFolder) -> list[dict[str, Any]]:
+    return attempts_of(run.status())
+
+
+def explain(run: RunFolder) -> str:
+    logs = sorted((run.path / "logs").glob("*"))
+    return f"{run.status()}\n" + "".join(f"== {p}\n{p.read_text(errors='replace')[-2000:]}\n" for p in logs)
+
+
+def rows(run: RunFolder) -> list[tuple[Any, ...]]:
+    keys = ("step", "loss/global_avg", "grad_norm", "tokens_seen")
+    return [tuple(row[key] for key in keys) for row in run.metrics()]
+
+
+def test_a_preempted_run_saves_and_goes_on_bitwise(slurm, tmp_path):
+    """Two nodes with two ranks each, the real trainer. The step axis has no gap and no repeat, and no bit differs."""
+    training = ("training.steps=24", "training.checkpoint_every=10", "cluster.nodelist='127.0.0.[1-2]'")
+    unbroken = begin(slurm, tmp_path / "unbroken", "europa_exp.training:train", 2, 2, *training)
+    assert wait_for_state(unbroken.path, *ENDED) == "completed", explain(unbroken)
+
+    run = begin(slurm, tmp_path / "runs", "slurm_targets:slow_then_fast", 2, 2, *training)
+    until(lambda: len(run.metrics()) > 5, 120, lambda: explain(run))
+    important = ("--partition=high", "--nodelist=127.0.0.[1-2]", "--nodes=2", "--ntasks-per-node=16")
+    slurm.run("sbatch", *important, "--output=/dev/null", "--wrap=sleep 1")
+    assert wait_for_state(run.path, *ENDED) == "completed", explain(run)
+
+    assert rows(run) == rows(unbroken), explain(run)
+    first, second = attempts(run)
+    assert (first["reason"], second["reason"]) == ("preemption", "completed"), explain(run)
+    assert 5 < first["step"] < 24
+    assert first["step"] % 10, "saved because of the preemption, not because it was due"
+    assert f"goes on from step {first['step']}" in run.launcher_log.read_text()
+    assert (run.checkpoints / f"step-{first['step']}" / ".metadata").exists()
+    assert newest_checkpoint(run.checkpoints) == 24
+    assert run.log(3).read_text().count("======== ") == 2, "the log of a rank holds both attempts"
+
+
+def test_crashed_vanished_and_asked_ranks(slurm, tmp_path):
+    """A segmentation fault, a task that is killed without a word, and USR2 without time to see why: each starts again."""
+    crashed = begin(slurm, tmp_path / "crashed", "surviving_targets:crash_once_on_1", 1, 2)
+    vanished = begin(slurm, tmp_path / "vanished", "surviving_targets:stay_once", 2, 1)
+    asked = begin(slurm, tmp_path / "asked", "surviving_targets:stop_when_asked", 1, 2)
+
+    until(lambda: (vanished.path / "up_1").exists() and (vanished.path / "up_1").read_text(), 90)
+    task = int((vanished.path / "up_1").read_text().split()[1])
+    os.kill(task, signal.SIGKILL)
+    until(lambda: all((asked.path / f"up_{rank}").exists() for rank in range(2)), 90)
+    slurm.run("scancel", "--signal=USR2", asked.status().extra["job_id"])
+
+    expected = {crashed: "segmentation_fault", vanished: "lost_rank", asked: "asked"}
+    for run, reason in expected.items():
+        assert wait_for_state(run.path, *ENDED) == "completed", explain(run)
+        assert [a["reason"] for a in attempts(run)] == [reason, "completed"], explain(run)
+        assert [a["n"] for a in attempts(run)] == [1, 2]
+    assert attempts(crashed)[0]["error"]["rank"] == 1
+    assert "starts anew: it keeps no checkpoints" in crashed.launcher_log.read_text()
+
+
+def test_nodes_below_the_memory_floor_are_left_out(slurm, tmp_path):
+    floor = ("cluster.memory_floor_gib=100000", "cluster.memory_floor_scope=host")
+    run = begin(slurm, tmp_path / "runs", "slurm_targets:write_steps", 2, 1, *floor)
+    # The first two nodes are found bad, then the other two; no other is left.
+    until(lambda: len(attempts(run)) == 2 and attempts(run)[1]["ended_at"], 120, lambda: explain(run))
+    used = [set(attempt["nodes"]) for attempt in attempts(run)]
+    assert not used[0] & used[1], "the nodes that were found bad are not used again"
+    assert {attempt["reason"] for attempt in attempts(run)} == {"memory_floor"}
+    entries = json.loads(exclude_file(run).read_text())
+    assert {entry["node"] for entry in entries} == used[0] | used[1]
+    assert all("memory_floor_gib=100000" in entry["reason"] and entry["date"] for entry in entries)
+    job = run.status().extra["job_id"]
+    until(lambda: slurm.job(job)["JobState"] == "PENDING", 60)
+    assert slurm.job(job)["ExcNodeList"] == "127.0.0.[1-4]"
+    assert run.status().state == "queued"
