@@ -60,6 +60,13 @@ def raise_on_1(cfg, run, runtime) -> None:
     stay(cfg, run, runtime, fail=1)
 
 
+def raise_late_on_1(cfg, run, runtime) -> None:
+    """Rank 0 is done at once; rank 1 fails when its peer has gone already."""
+    if rank() == 1:
+        time.sleep(3)
+        raise ValueError("too late to be seen by rank 0")
+
+
 def stay(cfg, run, runtime, fail=None) -> None:
     """Say that the rank is up, with its process id, and stay."""
     (run.path / f"up_{rank()}").write_text(str(os.getpid()))
@@ -69,7 +76,7 @@ def stay(cfg, run, runtime, fail=None) -> None:
 
 
 def slow_then_fast(cfg, run, runtime) -> None:
-    """The real training; each step after the fourth takes a second longer in the job's first attempt.
+    """The real training; each step after the fourth takes four seconds longer in the job's first attempt.
 
     So a test can interrupt that attempt in the middle, and the next one does not take long.
     """
@@ -79,7 +86,7 @@ def slow_then_fast(cfg, run, runtime) -> None:
 
     def train_step(self, *args, **kwargs):
         if attempt() == 0 and self.step > 4:
-            time.sleep(1)
+            time.sleep(4)
         return original(self, *args, **kwargs)
 
     trainer.Trainer.train_step = train_step  # type: ignore[method-assign]

@@ -109,8 +109,7 @@ def _call(cluster: Cluster, cwd: Path, root: Path, *arguments: str) -> subproces
         env=environ(cluster, root, COLUMNS="200"),
         cwd=cwd,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        capture_output=True,
         text=True,
         timeout=TIMEOUT,
     )
@@ -125,16 +124,22 @@ def wait_for_state(run: Path, *wanted: State | str, seconds: float = TIMEOUT) ->
     """Wait until the record of a run has one of these states; which."""
     folder = RunFolder(run)
 
-    def explain() -> str:
-        logs = "".join(f"== {p}\n{p.read_text(errors='replace')[-2000:]}\n" for p in _logs(run))
-        return f"{folder.status()}\n{logs}"
-
-    until(lambda: folder.status().state in wanted, seconds, explain)
+    until(lambda: folder.status().state in wanted, seconds, lambda: evidence(run.parent))
     return folder.status().state.value
 
 
-def _logs(run: Path) -> list[Path]:
-    return [*sorted((run / "logs").glob("*")), *sorted(run.parent.glob(".submitit/**/*.err"))]
+def evidence(runs_dir: Path) -> str:
+    """What the runs left, for the message of a test that fails: states, logs, the errors of submitit."""
+    text = ""
+    for name in states(runs_dir):
+        text += f"==== {name}: {RunFolder(runs_dir / name).status()}\n"
+        for path in sorted((runs_dir / name / "logs").glob("*")):
+            if "error" in path.name or "rank_" not in path.name or path.name in ("rank_0.log", "rank_1.log"):
+                text += f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}\n"
+    for path in sorted(runs_dir.glob(".submitit/**/*.err"))[:20]:
+        lines = [line for line in path.read_text(errors="replace").splitlines() if "rror" in line]
+        text += f"== {path.name}\n" + "\n".join(lines[-10:]) + "\n"
+    return text
 
 
 def _main(runs_dir: str, entry: str, *paths: str) -> int:
