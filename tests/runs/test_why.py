@@ -301,6 +301,8 @@ def test_an_earlier_attempt_explains_nothing(tmp_path: Path) -> None:
     assert found.cause == "unknown"
     assert CUDA_OOM[:40] not in proof(found)
     assert "ValueError: another" in proof(found)
+    run.note(error=None)
+    assert explain(run).cause == "unknown", "what is left of the first attempt is no proof for the second"
 
 
 @pytest.mark.parametrize(
