@@ -79,8 +79,9 @@ def test_two_runs_their_comparison_and_an_exact_rerun(tmp_path: Path) -> None:
 
 
 def test_an_exception_in_training_is_told_and_the_other_run_completes(tmp_path: Path) -> None:
-    # A checkpoint folder that holds no checkpoint: right as far as can be checked, wrong when it is read.
+    # A checkpoint that is none: right as far as can be checked without opening it, wrong when it is read.
     (tmp_path / "nothing").mkdir()
+    (tmp_path / "nothing" / ".metadata").write_bytes(b"no pickle")
     swept = launch(
         tmp_path,
         "-m",

@@ -113,6 +113,10 @@ def _to_slurm(
 # --------------------------------------------------------------------------------------------- before anything exists
 
 
+RANKS_PER_CORE = 16
+"""More CPU ranks than this a core are a mistake (the layout of a cluster on a laptop), not an experiment."""
+
+
 def _refuse(points: Sequence[Point]) -> None:
     from europa_exp.config import io
     from europa_exp.runs.secrets import problems_in
@@ -140,9 +144,22 @@ def _refuse(points: Sequence[Point]) -> None:
             problems.append((point.name, problem))
         layout = point.cfg.parallelism
         world = layout.nodes * layout.gpus_per_node
-        if devices and point.cfg.cluster.executor is schema.Executor.local and world > len(devices):
-            rule = f"{layout.nodes} x {layout.gpus_per_node} ranks need {world} accelerators, this machine shows {len(devices)}"
+        if point.cfg.cluster.executor is not schema.Executor.local:
+            continue
+        ranks = f"{layout.nodes} x {layout.gpus_per_node} ranks"
+        if devices and world > len(devices):
+            rule = f"{ranks} need {world} accelerators, this machine shows {len(devices)}"
             way_out = "Use fewer ranks, or train on the CPU with CUDA_VISIBLE_DEVICES= before the command"
+            problems.append((point.name, Problem("parallelism.nodes", layout.nodes, rule, way_out)))
+        memory = point.cfg.cluster.device_memory_gib
+        if not devices and memory is not None:
+            rule = "the ranks have accelerators, it says, and this machine shows none"
+            way_out = "Leave it out to train on the CPU, or only look with launch.preview=true"
+            problems.append((point.name, Problem("cluster.device_memory_gib", memory, rule, way_out)))
+        most = RANKS_PER_CORE * (os.cpu_count() or 1)
+        if not devices and world > most:
+            rule = f"{ranks} on this machine's {os.cpu_count()} cores would hardly move; at most {most} start here"
+            way_out = "Use parallelism=local, choose a cluster, or only look with launch.preview=true"
             problems.append((point.name, Problem("parallelism.nodes", layout.nodes, rule, way_out)))
     if problems:
         raise ConfigError(problems)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
+
+_SMALLEST_BLOCK = 4096
 
 
 def write_text(path: Path, text: str) -> None:
@@ -20,7 +23,37 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text`` in one move: afterwards it is the old file or the new one. Raises OSError."""
+    """Replace ``path`` by ``text`` in one move: afterwards it is the old file or the new one. Raises OSError.
+
+    On a full disk there is no room for a second file. What a file system's smallest block holds anyway is then written in
+    place, in one write: how a run ended is known even if it ended because the disk was full.
+    """
+    try:
+        _replace(path, text)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not _overwrite(path, text):
+            raise
+
+
+def _overwrite(path: Path, text: str) -> bool:
+    """Write over a small file in place; whether that worked."""
+    data = text.encode("utf-8", errors="surrogateescape")
+    try:
+        with open(path, "r+b", buffering=0) as file:
+            before = os.fstat(file.fileno()).st_size
+            if not 0 < before <= _SMALLEST_BLOCK or len(data) > _SMALLEST_BLOCK:
+                return False
+            # Blanks cover what the old text leaves, so that a reader never meets its end behind the new one.
+            whole = data.ljust(before)
+            written = file.write(whole)
+            if written == len(whole):
+                file.truncate(len(data))
+            return written == len(whole)
+    except OSError:
+        return False
+
+
+def _replace(path: Path, text: str) -> None:
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:

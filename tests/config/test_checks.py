@@ -339,6 +339,19 @@ def test_a_checkpoint_is_complete_and_leaves_steps_to_train(found, tmp_path, mon
     assert "more than 8" in problem.way_out
 
 
+def test_a_checkpoint_of_another_model_is_refused(found, make, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "r"
+    checkpoint = run / "checkpoints" / "step-2"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / ".metadata").touch()
+    (run / "config.yaml").write_text(to_yaml(make("comm=fp8")))
+    field = "training.initial_checkpoint"
+    assert found(f"{field}={checkpoint}") == {}
+    problem = found(f"{field}={checkpoint}", "model.n_layers=2")[field]
+    assert "model.n_layers is 4 there and 2 here" in problem.rule
+
+
 def test_folder_of_texts_and_runs_dir(found, tmp_path):
     file = tmp_path / "file.txt"
     file.write_text("text")

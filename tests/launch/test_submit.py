@@ -231,6 +231,20 @@ def test_more_ranks_than_accelerators(tmp_path, launch, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_layout_of_a_cluster_is_refused_on_a_machine_without_accelerators(tmp_path, launch, monkeypatch):
+    monkeypatch.setattr(environment, "accelerators", lambda *a: [])
+    large, elsewhere = config(), config()
+    large.parallelism.nodes = 10_000
+    elsewhere.cluster.device_memory_gib = 95
+    for cfg, words in (
+        (large, r"parallelism\.nodes=10000: 10000 x \d ranks on this machine's \d+ cores"),
+        (elsewhere, r"cluster\.device_memory_gib=95: .*this machine shows none"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            submit.submit([point(cfg)], launch, sweep=None, command=["test"])
+    assert not list(tmp_path.iterdir())
+
+
 def test_data_that_are_not_there(tmp_path, launch):
     cfg = config()
     cfg.data.path = str(tmp_path / "nowhere")

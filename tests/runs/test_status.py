@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import subprocess
@@ -111,11 +112,25 @@ def test_a_run_whose_process_is_gone_is_an_orphan(tmp_path: Path) -> None:
 def test_a_failed_write_keeps_the_old_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path)
 
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
+    def broken(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(OSError, match="Input/output"):
         run.set_state("running")
     assert run.status().state is State.created
     assert not [path for path in run.path.iterdir() if path.name.startswith(".")]
+
+
+def test_how_a_run_ended_is_recorded_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path)
+    run.set_state(State.running)
+
+    def full(*args: object, **kwargs: object) -> tuple[int, str]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("europa_exp.runs.files.tempfile.mkstemp", full)
+    for state, error in ((State.failed, {"message": "m" * 800}), (State.completed, None)):
+        run.set_state(state, error=error)  # longer than before, then shorter
+        assert run.status().state is state
+        assert run.status().reason is None

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from europa_exp.config.errors import Problem
+from europa_exp.config.errors import ConfigError, Problem
 from europa_exp.config.rules import reads
-from europa_exp.config.schema import Config, DataSource, Nccl
+from europa_exp.config.schema import Config, DataSource, Model, Nccl
 
 # ----------------------------------------------------------------------------------------------------------------- NCCL
 
@@ -257,7 +257,7 @@ def checkpoints(cfg: Config) -> Iterator[Problem]:
         )
 
 
-@reads("training.initial_checkpoint", "training.steps", "launch.runs_dir", "trust")
+@reads("training.initial_checkpoint", "training.steps", "launch.runs_dir", "trust", "model")
 def initial_checkpoint(cfg: Config) -> Iterator[Problem]:
     """It is there and whole, it leaves steps to train, and it is one of ours unless the user vouches for it."""
     value = cfg.training.initial_checkpoint
@@ -294,6 +294,15 @@ def initial_checkpoint(cfg: Config) -> Iterator[Problem]:
             f"{dotted}={value} has trained {made_at[1]} steps already, and steps count from there",
             f"Give training.steps=<more than {made_at[1]}>",
         )
+    # The loader takes what the new model asks for and says nothing of the rest: two layers of four would pass.
+    other = _model_of(path.resolve().parent.parent / "config.yaml")
+    if other is not None and other != cfg.model:
+        yield Problem(
+            dotted,
+            value,
+            f"holds another model: {_differences(other, cfg.model)}",
+            "Give the same model group, or a checkpoint of this model",
+        )
     ours = Path(cfg.launch.runs_dir).resolve()
     if not cfg.trust and ours not in path.resolve().parents:
         yield Problem(
@@ -302,6 +311,23 @@ def initial_checkpoint(cfg: Config) -> Iterator[Problem]:
             f"lies outside launch.runs_dir={cfg.launch.runs_dir}, and checkpoints hold pickles, which can run code",
             "Add trust=true if you know where it comes from",
         )
+
+
+def _model_of(frozen: Path) -> Model | None:
+    """The model of the run that a checkpoint lies in; None where there is no readable record."""
+    from europa_exp.config import io
+
+    try:
+        return io.load(frozen).model
+    except (OSError, ConfigError):
+        return None
+
+
+def _differences(there: Model, here: Model) -> str:
+    names = [f.name for f in fields(here) if getattr(there, f.name) != getattr(here, f.name)]
+    return ", ".join(
+        f"model.{name} is {getattr(there, name)} there and {getattr(here, name)} here" for name in names
+    )
 
 
 RULES = [
