@@ -141,7 +141,7 @@ def report(rows: Sequence[Row], sweep: str | None, seconds: float, *, interrupte
         _print_comparison(rows[0].run.path.parent, sweep)
     ended_badly = next((row for row in rows if row.status.state is State.failed), None)
     if ended_badly is not None:
-        print(f"Next: europa show {ended_badly.run.name}")
+        print(f"Next: europa why {ended_badly.run.name}")
     if len(rows) > 1 and sweep and completed:
         print(f"Next: europa compare --sweep {sweep}")
     elif completed:
