@@ -27,6 +27,9 @@ ASK_EVERY_S = 20.0
 
 FIRST_ASK_S = 4.0
 
+CONFIRM_S = 8.0
+"""To the second question about a job that is over although its run is not."""
+
 LINGER_S = 60.0
 """Longest wait for the jobs of runs that are over: rank 0 says completed, and another rank can still fail at its end."""
 
@@ -99,7 +102,7 @@ class Watch:
         self._linger_until = None
         if time.monotonic() >= self._next:
             self._ask(left)
-            self._next = time.monotonic() + ASK_EVERY_S
+            self._next = time.monotonic() + (CONFIRM_S if self._over else ASK_EVERY_S)
         return True
 
     def _ranks_left(self) -> bool:

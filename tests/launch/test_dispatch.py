@@ -271,7 +271,7 @@ def test_a_path_that_slurm_misreads(tmp_path):
 
 def test_a_vanished_job_is_believed_the_second_time(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(attend_slurm, "FIRST_ASK_S", 0)
-    monkeypatch.setattr(attend_slurm, "ASK_EVERY_S", 0)
+    monkeypatch.setattr(attend_slurm, "CONFIRM_S", 0)
     answer = Answer({"7": SlurmState("7", "NODE_FAIL", "sacct")}, (), known=True)
     monkeypatch.setattr(
         "europa_exp.launch.standing.survey.__kwdefaults__", {"ask": lambda _: answer, "slurm": None}

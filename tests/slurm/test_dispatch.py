@@ -193,6 +193,32 @@ def test_a_command_that_dies_while_submitting(slurm, tmp_path, code, monkeypatch
     go(runs_dir, 2)
 
 
+def test_ctrl_c_while_submitting(slurm, tmp_path, code, monkeypatch):
+    """The terminal's signal ends the second sbatch as well; what the first one submitted stays."""
+    runs_dir = tmp_path / "runs"
+    cut = (DETACHED, "launch.max_array_size=2")
+    mark = tmp_path / "mark"
+    with monkeypatch.context() as patch:
+        patch.setenv(
+            "PATH",
+            sbatch_that(tmp_path, f"[ -e {mark} ] && touch {mark}2 && sleep 60\ntouch {mark}\nexec $real $@"),
+        )
+        process = start(slurm, runs_dir, STAY, configs(3, *cut), root=code)
+    until(lambda: (tmp_path / "mark2").exists())
+    os.killpg(process.pid, signal.SIGINT)
+    out = finish(process)
+    assert process.returncode == 130, out
+    assert "1 run of 3 not submitted" in out
+    before = jobs(runs_dir)
+    assert sorted(before) == ["run0", "run1"]
+    assert sorted(slurm.queue()) == sorted(before.values())
+    exit_code, out = submit(slurm, runs_dir, STAY, configs(3, *cut), root=code)
+    assert exit_code == 0, out
+    assert sorted(states(runs_dir)) == ["run0", "run1", "run2"]
+    assert sorted(slurm.queue()) == sorted(jobs(runs_dir).values())
+    go(runs_dir, 3)
+
+
 def test_a_command_that_dies_after_submitting(slurm, tmp_path, code):
     """What submitit left tells which jobs there are, even if no record was written after Slurm's answer."""
     runs_dir = tmp_path / "runs"
