@@ -1,5 +1,6 @@
 """The verb that sends runs to W&B."""
 
+import functools
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -36,22 +37,25 @@ def sync(
     from europa_exp.runs.sync import sync as send
 
     first = True
+    failed: set[RunFolder] = set()
     while True:
         chosen = _chosen(runs_dir, runs or [], sweep)
         try:
-            outcomes = send(chosen, _told if first else _told_if_new, _over(chosen))
+            tell = functools.partial(_told, first=first, named=bool(runs))
+            outcomes = send(chosen, tell, _over(chosen))
         except WandbUnavailable as error:
             if first:
                 raise
             # A network that is away for a while must not end a watch of many hours.
             print(f"europa: {error}", file=sys.stderr, flush=True)
             outcomes = []
-        if outcomes or first:
+        before, failed = failed, {o.run for o in outcomes if o.what == "failed"}
+        ended = bool(outcomes or not chosen) and not any(o.live for o in outcomes)
+        # What failed is tried again, and given up if it fails twice in turn with nothing else to wait for.
+        last = not watch or (ended and failed <= before)
+        if first or last or any(o.what in ("sent", "failed") for o in outcomes):
             print(summary(outcomes), flush=True)
-        failed = any(o.what == "failed" for o in outcomes)
-        if not watch or (outcomes and not failed and not any(o.live for o in outcomes)):
-            break
-        if not chosen:
+        if last:
             break
         first = False
         time.sleep(every)
@@ -75,12 +79,10 @@ def _over(chosen: "list[RunFolder]") -> "set[RunFolder]":
     return {standing.run for standing in survey(chosen).standings if standing.over}
 
 
-def _told_if_new(outcome: "Outcome") -> None:
-    if outcome.what in ("sent", "failed"):
-        _told(outcome)
-
-
-def _told(outcome: "Outcome") -> None:
+def _told(outcome: "Outcome", first: bool, named: bool) -> None:
+    """A line about a run: what was done with it, and at first what not. Where all are meant, none that is up to date."""
+    if not (outcome.what in ("sent", "failed") or (first and (named or outcome.what == "nothing"))):
+        return
     texts = {
         "sent": f"{outcome.rows} steps" + (", not ended yet" if outcome.live else ""),
         "current": "nothing new" + (", not ended yet" if outcome.live else ""),

@@ -288,10 +288,11 @@ def _send(looks: Sequence[_Look], place: Path) -> list[Outcome]:
             for log in cut
         ]
         if not look.rows and not look.live:
-            if cut:
-                why = "its W&B log is cut, and it recorded no steps"
+            if cut and any(log.rows for log in look.logs):
+                why = "its W&B log is cut, and metrics.jsonl has no steps"
                 outcomes.append(Outcome(look.run, "failed", why=why, notes=outcome.notes))
                 continue
+            # With a cut log and no steps at all the run still gets its place, configuration and end.
             look.rows = sum(log.rows for log in look.logs)
         if look.start >= look.rows and not look.end:
             _record(look)

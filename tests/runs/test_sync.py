@@ -102,7 +102,7 @@ def killed_attempt(run: RunFolder, steps: range, wide: int = 1) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     given = {"path": sys.path, "run": str(run.path), "first": steps.start, "last": steps.stop, "wide": wide}
     run.set_state("running")
-    done = subprocess.run([sys.executable, "-c", KILLED.format(**given)], env=kept, timeout=120)
+    done = subprocess.run([sys.executable, "-c", KILLED.format(**given)], env=kept, timeout=300)
     assert done.returncode == -9
 
 
@@ -131,7 +131,7 @@ def filled(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value != {}}
 
 
-def europa(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def europa(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "europa_exp.cli", "sync", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
@@ -176,8 +176,8 @@ def test_attempts_of_a_requeued_run_become_one(server: WandbServer, tmp_path: Pa
     run = make_run(tmp_path)
     attempt(run, range(1, 21), "queued")
     attempt(run, range(16, 31))  # from a checkpoint at step 15
-    first, second = offline_folders(run)
-    assert first.name.split("-", 3)[3] == second.name.split("-", 3)[3], "one run, so one id"
+    first, second = (log.name for folder in offline_folders(run) for log in folder.glob("*.wandb"))
+    assert first == second, "one run, so one id"
     (outcome,) = send(run)
     assert (outcome.what, outcome.rows) == ("sent", 35)
     assert len(server.runs) == 1
@@ -264,13 +264,38 @@ def test_without_the_steps_a_cut_log_is_skipped_and_named(server: WandbServer, t
         attempt(run, range(1, 31))
         run.metrics_file.unlink()
     (log,) = cut.wandb_dir.glob("*/*.wandb")
-    log.write_bytes(log.read_bytes()[:1000])
+    data = log.read_bytes()
+    log.write_bytes(data[: len(data) * 2 // 3])
     outcomes = {o.run.name: o for o in send(cut, whole)}
     assert outcomes[cut.name].what == "failed"
     assert log.name in outcomes[cut.name].notes[0]
     assert outcomes[whole.name].what == "sent"
     assert steps(stored(server, whole)) == list(range(1, 31))
     assert len(server.runs) == 1
+
+
+@pytest.mark.slow
+def test_a_run_that_died_before_its_first_step_is_there_with_its_end(
+    server: WandbServer, tmp_path: Path
+) -> None:
+    killed, raised = (
+        make_run(tmp_path, name="killed-0123456789ab"),
+        make_run(tmp_path, name="raised-0123456789ab"),
+    )
+    killed_attempt(killed, range(1, 1))
+    killed.set_state("failed")
+    (log,) = killed.wandb_dir.glob("*/*.wandb")
+    log.write_bytes(log.read_bytes()[:7])  # what the client writes at once
+    attempt(raised, range(1, 1), "failed")
+    assert {o.run.name: (o.what, o.rows) for o in send(killed, raised)} == {
+        killed.name: ("sent", 0),
+        raised.name: ("sent", 0),
+    }
+    for run in (killed, raised):
+        assert stored(server, run).history == []
+        assert "model" in stored(server, run).config
+    assert stored(server, killed).ends == [(1, False)]
+    assert {o.what for o in send(killed, raised)} == {"current"}
 
 
 @pytest.mark.slow
@@ -458,7 +483,7 @@ def test_without_a_network_one_message_in_bounded_time(
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     run = make_run(tmp_path)
     attempt(run, range(1, 3))
-    done = europa("--runs-dir", str(tmp_path), timeout=60)
+    done = europa("--runs-dir", str(tmp_path))
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "W&B at http://127.0.0.1:9 can't be used" in line
@@ -512,10 +537,10 @@ def test_watching_ends_when_all_runs_have_ended_and_are_sent(server: WandbServer
     attempt(run, range(1, 4), None)
     command = [sys.executable, "-m", "europa_exp.cli", "sync", "--sweep", "s1", "--watch", "--every", "1"]
     watch = subprocess.Popen([*command, "--runs-dir", str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    guard = threading.Timer(120, watch.kill)
+    guard = threading.Timer(400, watch.kill)
     guard.start()
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not (run.wandb_dir / SENT_FILE).exists():
             assert time.monotonic() < deadline
             time.sleep(0.2)
