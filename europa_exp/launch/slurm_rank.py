@@ -138,6 +138,9 @@ class _Turn:
         self.child = 0
         self.code: int | None = None
         """Exit code of the rank's process, negative for a signal; None while it runs."""
+        self.requeued_by_slurm = False
+        self.preempted = False
+        """Whether Slurm asked to save and stop for a job of higher priority."""
         self.ending: tuple[Reason, str] | None = None
         """Why this task ended its rank, where it did."""
 
@@ -286,6 +289,9 @@ class _Turn:
             if counts[signal.SIGUSR2] > told:
                 told = counts[signal.SIGUSR2]
                 processes.send(self.child, signal.SIGUSR2)
+                if self.first:
+                    # Slurm forgets why it asked as soon as it ends the job.
+                    self.preempted = self.preempted or slurm_task.ask(self.task).preempted
             if self.first:
                 if counts[signal.SIGTERM] + counts[signal.SIGINT] > terms:
                     terms = counts[signal.SIGTERM] + counts[signal.SIGINT]
@@ -302,26 +308,28 @@ class _Turn:
         """The first task got SIGTERM: find out why. Returns until when the rank may go on, where that is unclear."""
         job = slurm_task.ask(self.task, margin_s=1)
         self._log(f"SIGTERM; Slurm says {job}")
+        preempted = self.preempted = self.preempted or job.preempted
         if job.state in ("RUNNING", ""):
-            if not job.preempted and self._settled_errors():
+            if not preempted and self._settled_errors():
                 self._end_child(Reason.exception, "another rank failed")
                 return None
             if self.code is None:
                 processes.send(self.child, signal.SIGUSR2)
             # Before a preemption there is time to save. Otherwise srun is ending the step, and a rank that waits for a lost
             # one in a collective would wait for longer than Slurm does.
-            return None if job.preempted else time.monotonic() + _ABORTED_S
-        if job.restarts > self.task.restarts and job.preempted:
+            return None if preempted else time.monotonic() + _ABORTED_S
+        self.requeued_by_slurm = job.restarts > self.task.restarts
+        if self.requeued_by_slurm and preempted:
             self._end_child(Reason.preemption, "Slurm requeues the job for one of higher priority")
-        elif job.restarts > self.task.restarts and (lost := self._down_by_now()):
+        elif self.requeued_by_slurm and (lost := self._down_by_now()):
             self._end_child(Reason.node_failure, f"Slurm requeues the job: {', '.join(lost)} failed")
-        elif job.restarts > self.task.restarts:
+        elif self.requeued_by_slurm:
             self._end_child(Reason.requeued, "Slurm requeues the job")
         elif job.overtime or job.state == "TIMEOUT":
             self._end_child(Reason.time_limit, "the time limit is over")
         elif job.state == "NODE_FAIL":
             self._end_child(Reason.node_failure, "a node failed")
-        elif job.preempted:
+        elif job.state == "PREEMPTED":
             self._end_child(Reason.preemption, "the job is preempted")
         elif job.failed or any(not found.is_echo for found in self._errors()):
             # The job script has ended already, while this task was slow to look.
@@ -429,8 +437,7 @@ class _Turn:
         if self.cfg is None:
             self._close(State.failed, reason, error=error)
             return code
-        if self.ending and self.ending[0] in (Reason.requeued, Reason.preemption, Reason.node_failure):
-            # Slurm itself starts the job again.
+        if self.requeued_by_slurm and self.ending is not None:
             self._close(State.queued, reason, why=self.ending[1])
             _wait_to_be_killed()
         decision = retry.decide(
@@ -473,7 +480,8 @@ class _Turn:
             # Before Slurm is asked: it kills this process.
             self._close(State.queued, reason, error=error, why=why, ended=False)
             trouble = slurm_task.requeue(self.task)
-            if trouble is None:
+            if trouble is None or slurm_task.ask(self.task).restarts > self.task.restarts:
+                # In the second case Slurm was faster.
                 if bad and (trouble := slurm_task.avoid(self.task, bad)) is not None:
                     self._log(f"Slurm does not exclude {', '.join(bad)}: {trouble}")
                 self._log("requeued")
@@ -495,7 +503,7 @@ class _Turn:
         if self.code == STOPPED:
             assert self.cfg is not None
             job = slurm_task.ask(self.task, margin_s=self.cfg.cluster.signal_margin_s + 60)
-            if job.preempted:
+            if self.preempted or job.preempted:
                 return Reason.preemption, None
             return Reason.time_limit if job.overtime else Reason.asked, None
         found = failure.first_cause(self._settled_errors())

@@ -269,6 +269,18 @@ def test_a_first_task_that_looks_late_does_not_take_a_failure_for_a_cancellation
     assert (run.status().state, run.status().error["rank"]) == ("failed", 1)
 
 
+def test_slurm_may_be_faster_with_the_requeue(step, tmp_path):
+    [run] = make_runs(tmp_path / "runs", on_slurm(requeue=True))
+    (step.place / "refuse").touch()
+    (step.place / "job").write_text(RUNNING.replace("Restarts=0", "Restarts=1"))
+    step.start("stop_when_asked", run)
+    up(run)
+    step.signal(signal.SIGUSR2)
+    until(lambda: "requeue 77" in step.asked() and "requeued" in run.launcher_log.read_text())
+    assert run.status().state == "queued"
+    assert [task.poll() for task in step.tasks] == [None, None]
+
+
 @pytest.mark.parametrize("who", [0, 1])
 def test_ranks_that_were_asked_to_stop_start_again(step, tmp_path, who):
     [run] = make_runs(tmp_path / "runs", on_slurm(requeue=True))
