@@ -11,6 +11,7 @@ import re
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,8 @@ class _Text:
         """Lines around one, with the number of the first in the whole file."""
         first = max(index - before, 0)
         chosen = self.lines[first : index + after + 1][:MOST_LINES]
+        while len(chosen) > 1 and not chosen[-1].strip():
+            chosen.pop()
         return Evidence(f"{self.name}:{self._line_number(first)}", tuple(_short(line) for line in chosen))
 
     def end(self, count: int = MOST_LINES) -> Evidence | None:
@@ -968,16 +971,33 @@ def _slurm_lines(case: _Case) -> list[Evidence]:
 
 
 def _in_jobs(case: _Case, pattern: re.Pattern[str]) -> list[Evidence]:
-    """Where the output of the job has such a line; one line a file, the last jobs' files first."""
+    """Where the output of the job has such a line about the last attempt; one line a file, the last jobs' files first."""
     found = []
     for path in list(reversed(case.job_logs))[:_MOST_LOGS]:
         text = _Text(path, case.run.path.parent)
-        index = text.find(pattern)
-        if index is not None:
-            found.append(text.evidence(index))
+        for index in range(len(text.lines) - 1, -1, -1):
+            line = text.lines[index]
+            # A requeued job goes on in the same file: what is above this line was about an earlier attempt.
+            if "DUE TO JOB REQUEUE" in line and not pattern.search("DUE TO JOB REQUEUE"):
+                break
+            if pattern.search(line) and not _is_before(case, line):
+                found.append(text.evidence(index))
+                break
         if len(found) == 3:
             break
     return found
+
+
+def _is_before(case: _Case, line: str) -> bool:
+    """Whether Slurm wrote a line with a time (local, without a zone) before the last attempt began."""
+    stamp = re.search(r"CANCELLED AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", line)
+    began = case.attempts[-1].get("started_at") if case.attempts else None
+    if stamp is None or not isinstance(began, str):
+        return False
+    try:
+        return datetime.fromisoformat(stamp[1]).timestamp() < datetime.fromisoformat(began).timestamp() - 1
+    except ValueError:
+        return False
 
 
 def _last_words(case: _Case) -> list[Evidence]:

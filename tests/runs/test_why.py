@@ -342,6 +342,25 @@ def test_what_slurm_did(tmp_path: Path, reason: str, cause: str, words: str, kno
         assert states[reason] in proof(found)
 
 
+@pytest.mark.parametrize("separated_by", ["requeue", "time"])
+def test_what_slurm_did_to_an_earlier_attempt_explains_nothing(tmp_path: Path, separated_by: str) -> None:
+    """The output of a requeued job is one file."""
+    attempt = {"n": 1, "job_id": "7", "start": "7.0", "nodes": ["n1", "n2"], "step": 3}
+    if separated_by == "time":
+        attempt["started_at"] = "2026-11-29T12:00:00.000+14:00"  # later than `at` in every time zone
+    run = failed(tmp_path, attempts=[attempt])
+    at = "2026-11-27T12:00:00"
+    output = tmp_path / "7_0_log.err"
+    lines = [f"slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT {at} DUE TO TIME LIMIT ***"]
+    if separated_by == "requeue":
+        lines.append(f"slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT {at} DUE TO JOB REQUEUE ***")
+    output.write_text("\n".join([*lines, "starts again", ""]))
+    assert explain(run, job_logs=[output]).cause == "unknown"
+    later = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-12-01T12:00:00 DUE TO TIME LIMIT ***\n"
+    output.write_text(output.read_text() + later)
+    assert explain(run, job_logs=[output]).cause == "time_limit"
+
+
 @pytest.mark.parametrize("known_by", ["steps", "output"])
 def test_a_rank_that_the_kernel_killed_for_lack_of_memory(tmp_path: Path, known_by: str) -> None:
     run = failed(tmp_path)
