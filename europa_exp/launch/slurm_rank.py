@@ -19,9 +19,7 @@ make Slurm call the job failed or, worse, completed.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import re
 import select
 import signal
 import sys
@@ -31,19 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from europa_exp.config.schema import Config
-from europa_exp.launch import environment, failure, host_memory, processes, rendezvous, retry, slurm_task
-from europa_exp.launch.failure import Failure
+from europa_exp.launch import environment, failure, processes, rendezvous, retry, slurm_task
+from europa_exp.launch.slurm_ledger import Ledger
 from europa_exp.launch.slurm_task import Task
 from europa_exp.launch.worker import RankSpec, leave, record_error, run_rank
-from europa_exp.runs import attempts
 from europa_exp.runs.attempts import STOPPED, Reason
-from europa_exp.runs.files import append_line, read_lines, replace_text
 from europa_exp.runs.folder import RunFolder
-from europa_exp.runs.status import ENDED, State, now
-
-SETTLE_S = 1.0
-"""Seconds that the first task waits for the error that caused the one it sees. After SIGTERM Slurm leaves KillWait, 30 s by
-default, for all that is to be done here."""
+from europa_exp.runs.status import State, now
 
 _ABORTED_S = 2.0
 """Seconds that a rank gets to notice that the step is being ended without a record of why."""
@@ -53,12 +45,6 @@ _LATE_S = 600.0
 
 _BEGIN_S = 120.0
 """Seconds that a task which failed at once waits for the first one to begin."""
-
-_REPORTS_S = 3.0
-"""Seconds that the first task waits for the memory reports of the others, to name all nodes below the floor at once."""
-
-TASKS_FILE = "tasks.jsonl"
-"""Under ``logs/``: one line for each rank of each attempt, with its exit code, when it has ended."""
 
 _WATCHED = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
@@ -85,10 +71,6 @@ def work(runs: Sequence[RunFolder], folder: Path, entry: str) -> dict[str, str]:
     if worst:
         leave(worst)
     return {run.name: str(run.status().state) for run in runs} if task.rank == 0 else {}
-
-
-class TooManyAttemptsError(Exception):
-    """Slurm keeps starting a run that had its attempts."""
 
 
 class _Signals:
@@ -134,6 +116,9 @@ class _Turn:
         self.task, self.run, self.entry, self.signals = task, run, entry, signals
         self.turn, self.more = turn, more
         self.first = task.rank == 0
+        self.ledger = Ledger(task, run)
+        self.trouble: dict[str, Any] | None = None
+        """Why the rank could not even be started."""
         self.cfg: Config | None = None
         self.child = 0
         self.code: int | None = None
@@ -148,7 +133,7 @@ class _Turn:
 
     def take(self) -> int:
         """Run the rank to its end and record it; returns the exit code for this task."""
-        if self._over_before():
+        if self.ledger.over_before():
             return 0
         with contextlib.suppress(OSError):
             # An earlier attempt's record must not explain this one's end.
@@ -157,84 +142,25 @@ class _Turn:
             self.cfg = cfg = self.run.config()
             self.task.check(cfg)
             if self.first:
-                self._begin(cfg)
-            self._look_at_memory(cfg)
+                self.ledger.begin(cfg)
+            self.ledger.report_memory(cfg.parallelism.gpus_per_node, cfg.cluster)
             spec = self._spec(cfg)
         except Exception as error:
             record_error(self.run, self.task.rank, error, start=self.task.start)
+            # A full disk keeps no record, and without one this would pass for a lost rank.
+            kind, message = type(error).__name__, str(error)
+            self.trouble = {"rank": self.task.rank, "type": kind, "message": message, "traceback": ""}
             self.code = 1
         else:
             self._fork(spec, cfg)
             self._watch()
         assert self.code is not None
-        if self.code not in (0, STOPPED):
-            self._complete_record()
-        self._say_that_it_ended()
+        if self.code not in (0, STOPPED) and self.ending is None:
+            self.ledger.complete(self.code)
+        self.ledger.say_ended(self.code, by_us=self.ending is not None)
         if self.first:
             return self._conclude()
         return self._follow()
-
-    def _over_before(self) -> bool:
-        """Whether the run was over before this start of the job: completed by an earlier one, or cancelled in the queue."""
-        status = self.run.status()
-        if status.state not in ENDED:
-            return False
-        return not any(a.get("start") == self.task.start for a in attempts.attempts_of(status))
-
-    def _begin(self, cfg: Config) -> None:
-        """The first task: open the attempt, unless there were too many."""
-        task, run = self.task, self.run
-        number = attempts.open_attempt(
-            run.path, job_id=task.job_id, start=task.start, nodes=list(task.nodes), lost=self._why_lost()
-        )
-        # Slurm starts a job again by itself after a failed prolog or node, whatever the job asked for: once more is fine.
-        if number > cfg.cluster.max_attempts + 1:
-            raise TooManyAttemptsError(
-                f"Slurm started attempt {number}, and cluster.max_attempts={cfg.cluster.max_attempts}"
-            )
-        run.set_state(
-            State.running, pid=None, host=task.host, error=None, exit_codes={}, ended_at=None, reason=None
-        )
-        saved = newest_checkpoint(run.checkpoints)
-        if saved is not None:
-            how = f"goes on from step {saved}"
-        elif number == 1:
-            how = "starts"
-        elif cfg.training.checkpoint_every:
-            how = "starts anew: no checkpoint was complete yet"
-        else:
-            how = "starts anew: it keeps no checkpoints (training.checkpoint_every=0)"
-        self._log(
-            f"attempt {number}, job {task.job_id}, {task.tasks} ranks on {', '.join(task.nodes)}: {how}"
-        )
-
-    def _why_lost(self) -> Reason:
-        """What to say of an earlier attempt that left no end: its first node failed, or everything there was killed at once."""
-        for attempt in attempts.attempts_of(self.run.status()):
-            nodes = attempt.get("nodes")
-            if attempt.get("ended_at") is None and isinstance(nodes, list) and slurm_task.down(nodes):
-                return Reason.node_failure
-        return Reason.requeued if self.task.restarts else Reason.lost_rank
-
-    def _look_at_memory(self, cfg: Config) -> None:
-        task, per_node = self.task, cfg.parallelism.gpus_per_node
-        found = host_memory.report()
-        socket = host_memory.socket_of(found, task.local_rank, per_node)
-        line = {
-            "time": now(),
-            "start": task.start,
-            "rank": task.rank,
-            "node": task.host,
-            "socket": socket,
-            "available_gib": found["available"],
-            **(found["nodes"][socket] if socket is not None else {}),
-        }
-        try:
-            append_line(self.run.path / "logs" / host_memory.REPORT_FILE, json.dumps(line))
-        except OSError as error:
-            self._log(f"rank {task.rank}: the memory of its host can't be recorded: {error}")
-        if (why := host_memory.below(line, cfg.cluster)) is not None:
-            raise host_memory.MemoryFloorError(why)
 
     def _spec(self, cfg: Config) -> RankSpec:
         task = self.task
@@ -298,19 +224,21 @@ class _Turn:
                     aborted_at = self._on_term()
                 elif aborted_at is not None and time.monotonic() > aborted_at:
                     self._end_child(Reason.lost_rank, "a rank vanished and left no record")
-                elif self.more and any(code not in (0, STOPPED) for code in self._ended().values()):
+                elif self.more and any(
+                    code not in (0, STOPPED) for code in self.ledger.exit_codes().values()
+                ):
                     self._end_child(Reason.exception, "another rank failed")
-            elif (self.more or counts[signal.SIGTERM]) and self._ended_by_first():
+            elif (self.more or counts[signal.SIGTERM]) and self.ledger.is_over():
                 self._end_child(Reason.cancelled, "the run is over")
             self.signals.wait(0.5 if counts[signal.SIGTERM] else 2.0)
 
     def _on_term(self) -> float | None:
         """The first task got SIGTERM: find out why. Returns until when the rank may go on, where that is unclear."""
         job = slurm_task.ask(self.task, margin_s=1)
-        self._log(f"SIGTERM; Slurm says {job}")
+        self.ledger.log(f"SIGTERM; Slurm says {job}")
         preempted = self.preempted = self.preempted or job.preempted
         if job.state in ("RUNNING", ""):
-            if not preempted and self._settled_errors():
+            if not preempted and self.ledger.settled_errors():
                 self._end_child(Reason.exception, "another rank failed")
                 return None
             if self.code is None:
@@ -331,7 +259,7 @@ class _Turn:
             self._end_child(Reason.node_failure, "a node failed")
         elif job.state == "PREEMPTED":
             self._end_child(Reason.preemption, "the job is preempted")
-        elif job.failed or any(not found.is_echo for found in self._errors()):
+        elif job.failed or any(not found.is_echo for found in self.ledger.errors()):
             # The job script has ended already, while this task was slow to look.
             self._end_child(Reason.exception, "another rank failed")
         else:
@@ -361,28 +289,6 @@ class _Turn:
             processes.send(self.child, signal.SIGKILL, group=True)
             processes.send(self.child, signal.SIGKILL)
 
-    def _complete_record(self) -> None:
-        """Leave an error record for a rank that could not, unless this task ended it."""
-        if self.ending is not None or self._own_error() is not None:
-            return
-        assert self.code is not None
-        found = failure.examine(self.run, self.task.rank, self.code)
-        assert found is not None
-        record = {
-            "rank": found.rank,
-            "type": found.type,
-            "message": found.message,
-            "traceback": found.traceback,
-            "time": now(),
-            "exit_code": self.code,
-            "start": self.task.start,
-            "node": self.task.host,
-        }
-        try:
-            replace_text(self.run.error_file(self.task.rank), json.dumps(record, indent=2) + "\n")
-        except OSError as error:
-            print(f"{self.run.error_file(self.task.rank)} can't be written: {error}", file=sys.stderr)
-
     # ------------------------------------------------------------------------------------ tasks other than the first
 
     def _follow(self) -> int:
@@ -393,58 +299,50 @@ class _Turn:
         # A failure ends the step; the first task may not even have begun, and nobody else would decide.
         begun_until = time.monotonic() + _BEGIN_S
         while (
-            not self._begun() and time.monotonic() < begun_until and not self.signals.counts[signal.SIGTERM]
+            not self.ledger.begun()
+            and time.monotonic() < begun_until
+            and not self.signals.counts[signal.SIGTERM]
         ):
             self.signals.wait(0.2)
         if code == STOPPED or self.more:
             # Ending now would end the first task before it has asked Slurm, or the runs that follow. It finds the record.
-            _wait_to_be_killed(
-                until=lambda: self._ended_by_first() or self.signals.counts[signal.SIGTERM] > 0
-            )
+            _wait_to_be_killed(until=lambda: self.ledger.is_over() or self.signals.counts[signal.SIGTERM] > 0)
         return code
-
-    def _begun(self) -> bool:
-        return any(a.get("start") == self.task.start for a in attempts.attempts_of(self.run.status()))
 
     def let_others_finish(self) -> None:
         """Wait until the run is over for all: a task that ends with a failure of an earlier run ends the others."""
         if not self.first:
-            _wait_to_be_killed(
-                until=lambda: self._ended_by_first() or self.signals.counts[signal.SIGTERM] > 0
-            )
-
-    def _ended_by_first(self) -> bool:
-        status = self.run.status()
-        return status.state in ENDED and any(
-            a.get("start") == self.task.start and a.get("ended_at") for a in attempts.attempts_of(status)
-        )
+            _wait_to_be_killed(until=lambda: self.ledger.is_over() or self.signals.counts[signal.SIGTERM] > 0)
 
     # ------------------------------------------------------------------------------------------- the first task
 
     def _conclude(self) -> int:
         """Record how the run ended and decide what comes next; does not return when the job starts again."""
         if self.code == 0 and self._others_succeeded():
-            self._close(State.completed, Reason.completed)
+            self.ledger.close(State.completed, Reason.completed, code=self.code)
             return 0
         code = self._exit_code()
         reason, error = self._cause()
         if self.ending is not None:
-            code = self._ended().get(int(error["rank"] or 0) if error else 0, 0) or 1
+            code = self.ledger.exit_codes().get(int(error["rank"] or 0) if error else 0, 0) or 1
             code = 128 - code if code < 0 else code
         if reason is Reason.cancelled:
-            self._close(State.cancelled, reason)
+            self.ledger.close(State.cancelled, reason, code=self.code)
             return code
         if self.cfg is None:
-            self._close(State.failed, reason, error=error)
+            self.ledger.close(State.failed, reason, code=self.code, error=error)
             return code
         if self.requeued_by_slurm and self.ending is not None:
-            self._close(State.queued, reason, why=self.ending[1])
+            self.ledger.close(State.queued, reason, code=self.code, why=self.ending[1])
             _wait_to_be_killed()
         decision = retry.decide(
-            self._attempts_with_step(), reason, error, max_attempts=self.cfg.cluster.max_attempts
+            self.ledger.attempts_with_step(self.code),
+            reason,
+            error,
+            max_attempts=self.cfg.cluster.max_attempts,
         )
         if isinstance(decision, retry.Stop):
-            self._close(State.failed, reason, error=error, why=decision.reason)
+            self.ledger.close(State.failed, reason, code=self.code, error=error, why=decision.reason)
             return code
         return self._again(self.cfg, reason, error, decision.why, code)
 
@@ -453,7 +351,7 @@ class _Turn:
         job is being ended; ``ending`` says what happened then."""
         terms, begin = 0, time.monotonic()
         while True:
-            codes = self._ended()
+            codes = self.ledger.exit_codes()
             if any(code not in (0, STOPPED) for code in codes.values()):
                 self.ending = (Reason.exception, "another rank failed")
                 return False
@@ -467,7 +365,7 @@ class _Turn:
                     return False
             if time.monotonic() - begin > _LATE_S:
                 late = sorted(set(range(self.task.tasks)) - set(codes))
-                self._log(
+                self.ledger.log(
                     f"ranks {late} did not say that they ended within {_LATE_S:.0f} s; not waiting for them"
                 )
                 return True
@@ -476,24 +374,26 @@ class _Turn:
     def _again(self, cfg: Config, reason: Reason, error: dict[str, Any] | None, why: str, code: int) -> int:
         """Start again: by a requeue, or by the next job of the chain."""
         if cfg.cluster.requeue and not cfg.cluster.inside_allocation:
-            bad = self._bad_nodes() if reason is Reason.memory_floor else []
+            bad = self.ledger.bad_nodes(cfg) if reason is Reason.memory_floor else []
             # Before Slurm is asked: it kills this process.
-            self._close(State.queued, reason, error=error, why=why, ended=False)
+            self.ledger.close(State.queued, reason, code=self.code, error=error, why=why, ended=False)
             trouble = slurm_task.requeue(self.task)
             if trouble is None or slurm_task.ask(self.task).restarts > self.task.restarts:
                 # In the second case Slurm was faster.
                 if bad and (trouble := slurm_task.avoid(self.task, bad)) is not None:
-                    self._log(f"Slurm does not exclude {', '.join(bad)}: {trouble}")
-                self._log("requeued")
+                    self.ledger.log(f"Slurm does not exclude {', '.join(bad)}: {trouble}")
+                self.ledger.log("requeued")
                 _wait_to_be_killed()
-            self._log(f"scontrol requeue: {trouble}")
+            self.ledger.log(f"scontrol requeue: {trouble}")
             why = f"{reason}, and Slurm does not requeue the job: {trouble}"
-        elif self._next_in_chain():
-            self._close(State.queued, reason, error=error, why=f"{why}, in the next job", ended=False)
+        elif self.ledger.next_in_chain():
+            self.ledger.close(
+                State.queued, reason, code=self.code, error=error, why=f"{why}, in the next job", ended=False
+            )
             return STOPPED
         else:
             why = f"{reason}, and cluster.requeue=false with no job to follow this one"
-        self._close(State.failed, reason, error=error, why=why)
+        self.ledger.close(State.failed, reason, code=self.code, error=error, why=why)
         return code
 
     def _cause(self) -> tuple[Reason, dict[str, Any] | None]:
@@ -506,7 +406,9 @@ class _Turn:
             if self.preempted or job.preempted:
                 return Reason.preemption, None
             return Reason.time_limit if job.overtime else Reason.asked, None
-        found = failure.first_cause(self._settled_errors())
+        found = failure.first_cause(self.ledger.settled_errors())
+        if found is None and self.trouble is not None:
+            return retry.classify(self.trouble), self.trouble
         if found is None:
             message = self.ending[1] if self.ending else "the rank left no record"
             error = {"rank": None, "type": "LostRank", "message": message, "traceback": ""}
@@ -514,179 +416,10 @@ class _Turn:
         record = found.record()
         return retry.classify(record | {"traceback": found.traceback}), record
 
-    def _close(
-        self,
-        state: State,
-        reason: Reason,
-        *,
-        error: dict[str, Any] | None = None,
-        why: str | None = None,
-        ended: bool = True,
-    ) -> None:
-        """End the attempt and set the state of the run, in one write."""
-        short = {k: error[k] for k in ("rank", "type", "message")} if error else None
-        done = attempts.closed(
-            self.run.status(), self.task.start, reason, step=self._last_step(), error=short
-        )
-        fields: dict[str, Any] = {"attempts": done, "reason": why or str(reason)}
-        if error is None and state is State.failed:
-            error = {"rank": None, "type": str(reason), "message": why or str(reason), "traceback": ""}
-        if ended:
-            fields["error"] = error
-            fields["exit_codes"] = {str(rank): code for rank, code in sorted(self._ended().items())}
-        self._log(f"{state}: {why or reason}")
-        for attempt in range(3):
-            try:
-                self.run.set_state(state, **fields)
-                return
-            except OSError as trouble:
-                self._log(f"the state {state} can't be recorded: {trouble}")
-                time.sleep(0.2 * attempt)
-
-    def _attempts_with_step(self) -> list[dict[str, Any]]:
-        found = attempts.attempts_of(self.run.status())
-        if found:
-            found[-1]["step"] = self._last_step()
-        return found
-
-    def _last_step(self) -> int | None:
-        """The last step of this attempt that is known to be done: logged, or saved."""
-        mine = next(
-            (a for a in attempts.attempts_of(self.run.status()) if a.get("start") == self.task.start), None
-        )
-        since = str(mine.get("started_at", "")) if mine else ""
-        rows: list[dict[str, Any]] = []
-        with contextlib.suppress(Exception):
-            rows = [row for row in self.run.metrics() if str(row.get("time", "")) >= since]
-        steps = [row["step"] for row in rows[-1:]]
-        if self.code == STOPPED and (saved := newest_checkpoint(self.run.checkpoints)) is not None:
-            steps.append(saved)
-        return max(steps, default=None)
-
-    def _bad_nodes(self) -> list[str]:
-        """The nodes below the memory floor, added to the list of the sweep; what the job must avoid from now on."""
-        assert self.cfg is not None
-        end = time.monotonic() + _REPORTS_S
-        while True:
-            bad, reported = self._below_floor(self.cfg)
-            if reported >= self.task.tasks or time.monotonic() > end:
-                break
-            time.sleep(0.1)
-        self._log(f"left out from now on: {'; '.join(bad.values())}")
-        excluded = set(bad)
-        try:
-            excluded |= set(host_memory.exclude(exclude_file(self.run), bad))
-        except OSError as error:
-            self._log(f"{exclude_file(self.run)} can't be written: {error}")
-        return sorted(excluded | set(slurm_task.ask(self.task).exclude))
-
-    def _below_floor(self, cfg: Config) -> tuple[dict[str, str], int]:
-        """The nodes whose ranks reported too little memory, with why, and how many ranks reported in this start."""
-        bad: dict[str, str] = {}
-        reported = 0
-        for line in read_lines(self.run.path / "logs" / host_memory.REPORT_FILE):
-            if line.get("start") != self.task.start:
-                continue
-            reported += 1
-            if (why := host_memory.below(line, cfg.cluster)) is not None:
-                bad.setdefault(str(line.get("node")), why)
-        return bad, reported
-
-    def _next_in_chain(self) -> bool:
-        """Whether a later job waits to continue this run."""
-        jobs = self.run.status().extra.get("job_ids")
-        return isinstance(jobs, list) and self.task.job_id in jobs and jobs[-1] != self.task.job_id
-
-    # ------------------------------------------------------------------------------------------------- errors
-
-    def _settled_errors(self) -> list[Failure]:
-        """The errors of this start, once one of them is nobody's echo, or none came for a while."""
-        end = time.monotonic() + SETTLE_S
-        while True:
-            found = self._errors()
-            cause = failure.first_cause(found)
-            if (cause is not None and not cause.is_echo) or time.monotonic() > end:
-                return found
-            time.sleep(0.1)
-
-    def _errors(self) -> list[Failure]:
-        return [_as_failure(record) for record in self._error_records()]
-
-    def _error_records(self) -> list[dict[str, Any]]:
-        found = []
-        for path in sorted((self.run.path / "logs").glob("rank_*.error.json")):
-            record = failure.error_record(path)
-            if record is not None and record.get("start") == self.task.start:
-                found.append(record)
-        return found
-
-    def _say_that_it_ended(self) -> None:
-        task = self.task
-        line = {
-            "time": now(),
-            "start": task.start,
-            "rank": task.rank,
-            "node": task.host,
-            "code": self.code,
-            "ended_by_us": self.ending is not None,
-        }
-        try:
-            append_line(self.run.path / "logs" / TASKS_FILE, json.dumps(line))
-        except OSError as error:
-            self._log(f"rank {task.rank} ended with exit code {self.code}, which can't be recorded: {error}")
-
-    def _ended(self) -> dict[int, int]:
-        """Exit codes of the ranks that have ended by themselves in this start of the job, negative for a signal."""
-        return {
-            int(line["rank"]): int(line["code"])
-            for line in read_lines(self.run.path / "logs" / TASKS_FILE)
-            if line.get("start") == self.task.start and not line.get("ended_by_us")
-        }
-
-    def _own_error(self) -> dict[str, Any] | None:
-        record = failure.error_record(self.run.error_file(self.task.rank))
-        return record if record is not None and record.get("start") == self.task.start else None
-
     def _exit_code(self) -> int:
         """The rank's exit code as a shell would give it: 128 and the number of a signal."""
         assert self.code is not None
         return 128 - self.code if self.code < 0 else self.code
-
-    def _log(self, text: str) -> None:
-        line = f"{now()} {text}\n"
-        try:
-            with open(self.run.launcher_log, "a", encoding="utf-8") as file:
-                file.write(line)
-        except OSError:
-            print(f"{self.run.name}: {line}", end="", file=sys.stderr, flush=True)
-
-
-def exclude_file(run: RunFolder) -> Path:
-    """Where the nodes lie that the sweep of a run (a run without one: the run) must not get again."""
-    stem = re.sub(r"[^A-Za-z0-9._=,+@-]+", "_", str(run.provenance().get("sweep") or run.name))
-    return run.path.parent / ".sweeps" / f"{stem}.exclude.json"
-
-
-def newest_checkpoint(folder: Path) -> int | None:
-    """Step of the newest complete checkpoint; one that was cut while being written has no ``.metadata``. None without any."""
-    with contextlib.suppress(OSError):
-        steps = [
-            int(found[1])
-            for entry in os.scandir(folder)
-            if (found := re.fullmatch(r"step-(\d+)", entry.name)) and Path(entry.path, ".metadata").is_file()
-        ]
-        return max(steps, default=None)
-    return None
-
-
-def _as_failure(record: dict[str, Any]) -> Failure:
-    return Failure(
-        int(record.get("rank") or 0),
-        str(record.get("type", "Exception")),
-        str(record.get("message", "")),
-        str(record.get("traceback", "")),
-        failure.seconds(record.get("time"), time.time()),
-    )
 
 
 def _clean_environment() -> list[str]:

@@ -109,7 +109,7 @@ def run_rank(spec: RankSpec, *, preloaded: bool) -> NoReturn:
         _complain(f"rank {spec.rank}: {run.log(spec.rank)} can't be written: {error}")
         os._exit(1)
     if spec.header:
-        print(spec.header, flush=True)
+        print("\n".join([spec.header, *spec.notes]), flush=True)
     code = 0
     try:
         _train(spec, run, preloaded, stop)

@@ -13,7 +13,7 @@ import pytest
 from launching import config, environ, make_runs, until
 
 from europa_exp.config.schema import Executor
-from europa_exp.launch import environment, slurm_rank
+from europa_exp.launch import environment, slurm_ledger
 from europa_exp.launch.slurm_task import LayoutError, Task
 from europa_exp.runs.attempts import STOPPED, attempts_of
 from europa_exp.runs.folder import RunFolder
@@ -171,12 +171,12 @@ def test_devices_of_a_node():
 
 
 def test_newest_checkpoint_is_a_complete_one(tmp_path):
-    assert slurm_rank.newest_checkpoint(tmp_path / "none") is None
+    assert slurm_ledger.newest_checkpoint(tmp_path / "none") is None
     for name, complete in (("step-9", True), ("step-10", True), ("step-20", False), ("step-30.tmp", True)):
         (tmp_path / name).mkdir()
         if complete:
             (tmp_path / name / ".metadata").touch()
-    assert slurm_rank.newest_checkpoint(tmp_path) == 10
+    assert slurm_ledger.newest_checkpoint(tmp_path) == 10
 
 
 # ------------------------------------------------------------------------------------------------------ whole runs
@@ -387,6 +387,6 @@ def test_a_memory_floor_names_all_nodes_and_avoids_them(step, tmp_path):
     until(lambda: "update" in step.asked())
     asked = step.asked().splitlines()
     assert asked.index("requeue 77") < asked.index("update JobId=77 ExcNodeList=127.0.0.1"), asked
-    entries = json.loads(slurm_rank.exclude_file(run).read_text())
+    entries = json.loads(slurm_ledger.exclude_file(run).read_text())
     assert [entry["node"] for entry in entries] == ["127.0.0.1"]
     assert attempts(run)[0]["reason"] == "memory_floor"

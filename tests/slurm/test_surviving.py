@@ -12,7 +12,7 @@ import pytest
 from clusters import Cluster, until
 from submitting import config, submit, wait_for_state
 
-from europa_exp.launch.slurm_rank import exclude_file, newest_checkpoint
+from europa_exp.launch.slurm_ledger import exclude_file, newest_checkpoint
 from europa_exp.runs.attempts import attempts_of
 from europa_exp.runs.folder import RunFolder
 
