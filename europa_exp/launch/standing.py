@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from europa_exp.runs.attempts import attempts_of
 from europa_exp.runs.folder import RunFolder, RunFolderError
 from europa_exp.runs.lookup import Entry
 from europa_exp.runs.slurm_record import CANCELLED, SUCCESS, Answer, SlurmState, node_names
-from europa_exp.runs.status import State, Status
+from europa_exp.runs.status import STATUS_FILE, State, Status
 
 LOST = "lost"
 """State of a run that claims to go on, or to wait, though nobody works on it any more."""
@@ -33,6 +34,9 @@ BAD = frozenset({"failed", LOST, "unknown"})
 
 OVER = frozenset({"completed", "failed", "cancelled", LOST, "unknown"})
 """States after which nothing more happens by itself."""
+
+_SUBMITTING_S = 120.0
+"""Longest time between the record of a submission and the job's id in it, while sbatch works."""
 
 _WAITING = (State.created, State.queued)
 
@@ -149,9 +153,11 @@ def _standing(entry: Entry, answer: Answer, known: dict[str, AgentRecord], busy:
     if status.ended:
         return base
     if i is None and on_slurm(status):
-        return replace(
-            base, state=LOST, note="it was never handed to Slurm; type the call that made it again"
-        )
+        written = _modified(entry.run.path / STATUS_FILE)
+        if written is not None and time.time() - written < _SUBMITTING_S:
+            return replace(base, note="it is being handed to Slurm")
+        note = "it was never handed to Slurm; type the call that made it again"
+        return replace(base, state=LOST, note=note)
     if i is None:
         return _local(base, known.get(str(entry.run.path)))
     if found is None:

@@ -112,7 +112,7 @@ def test_everything_known_to_squeue_leaves_the_accounting_alone(tmp_path: Path, 
 BROKEN = {
     "absent": None,
     "refuses": "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1",
-    "hangs": "sleep 1000 & wait",
+    "hangs": f"sleep 1000.{os.getpid()} & wait",
     "crashes": "kill -9 $$",
 }
 
@@ -138,7 +138,7 @@ def test_a_squeue_that_does_not_answer(tmp_path: Path, install: Install, how: st
     if how == "hangs":
         assert "no answer in 0.5 s" in complaint
         left = subprocess.run(["/bin/ps", "-eo", "args"], capture_output=True, text=True).stdout
-        assert "sleep 1000" not in left, "its children are gone, too"
+        assert f"sleep 1000.{os.getpid()}" not in left, "its children are gone, too"
 
 
 @pytest.mark.parametrize("how", [*BROKEN, "empty", "garbage"])
@@ -299,6 +299,17 @@ def test_no_answer_is_not_no_job(tmp_path: Path) -> None:
     assert "Slurm did not answer" in unknown.note
     gone = survey([run], ask=lambda ids: Answer(known=True)).standings[0]
     assert (gone.state, gone.bad) == ("lost", True)
+
+
+def test_a_run_that_is_just_being_submitted_is_not_lost(tmp_path: Path) -> None:
+    run = make(tmp_path, "queued")
+    run.note(job_id=None)
+    assert survey([run]).standings[0].state == "queued"
+    long_ago = (run.path / "status.json").stat().st_mtime - 600
+    os.utime(run.path / "status.json", (long_ago, long_ago))
+    found = survey([run]).standings[0]
+    assert (found.state, found.bad) == ("lost", True)
+    assert "never handed to Slurm" in found.note
 
 
 def test_runs_that_share_a_job_wait_for_their_turn(tmp_path: Path) -> None:

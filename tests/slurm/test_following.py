@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,8 @@ def test_status_holds_the_record_against_slurm(slurm: Cluster, tmp_path: Path) -
         "unknown": claim(tmp_path, 9, "1", "running"),
         "never": claim(tmp_path, 10, None, "queued"),
     }
+    long_ago = time.time() - 600
+    os.utime(claims["never"].path / "status.json", (long_ago, long_ago))
     claims["chain"].note(job_id=again, job_ids=[ended_well, again])  # a chain: its second job waits
     expected = {
         "running": "running",
