@@ -17,7 +17,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: $(INSTALLED)
 	$(BIN)/python launch.py -m comm=fp8,bf16 nccl.max_ctas=8,16,32
-	$(BIN)/europa compare
 
 slurm:
 	@tests/slurm/cluster.sh install || echo "The tests on a virtual Slurm are skipped."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import sys
 import time
@@ -63,7 +64,12 @@ def attend(
     points: Sequence[Point],
     stops: Stops,
     sweep: str | None,
+    done: Sequence[RunFolder] = (),
 ) -> int:
+    """Show how the runs of a job on this machine go until they have ended; the exit code of the call.
+
+    ``done`` are completed runs that stand for skipped points: the comparison at the end holds them too.
+    """
     from europa_exp.launch import follow
 
     begin = time.monotonic()
@@ -93,7 +99,7 @@ def attend(
             job.stop()
         job.reap()
     _close_accounts(job, rows, cancelled=bool(stops.count))
-    return report(rows, sweep, time.monotonic() - begin, interrupted=bool(stops.count))
+    return report(rows, sweep, time.monotonic() - begin, interrupted=bool(stops.count), done=done)
 
 
 def _close_accounts(job: LocalJob, rows: Sequence[Row], *, cancelled: bool) -> None:
@@ -128,7 +134,14 @@ def _close_accounts(job: LocalJob, rows: Sequence[Row], *, cancelled: bool) -> N
             print(follow.failure_text(row))
 
 
-def report(rows: Sequence[Row], sweep: str | None, seconds: float, *, interrupted: bool) -> int:
+def report(
+    rows: Sequence[Row],
+    sweep: str | None,
+    seconds: float,
+    *,
+    interrupted: bool,
+    done: Sequence[RunFolder] = (),
+) -> int:
     """Say how the runs ended and what to type next; the exit code of the call."""
     from europa_exp.launch import follow
 
@@ -137,26 +150,34 @@ def report(rows: Sequence[Row], sweep: str | None, seconds: float, *, interrupte
     for row in rows:
         if row.status.state is State.unknown:
             print(f"{row.run.name}: {row.status.reason}; was the folder removed while the run was going on?")
-    if len(completed) > 1 and sweep and not interrupted:
-        _print_comparison(rows[0].run.path.parent, sweep)
+    if len(completed) + len(done) > 1 and not interrupted:
+        print_comparison([*(row.run for row in rows), *done], f"sweep {sweep}" if sweep else "")
+    where = _elsewhere(rows[0].run.path.parent)
     ended_badly = next((row for row in rows if row.status.state is State.failed), None)
     if ended_badly is not None:
-        print(f"Next: europa why {ended_badly.run.name}")
+        print(f"Next: europa why {ended_badly.run.name}{where}")
     if len(rows) > 1 and sweep and completed:
-        print(f"Next: europa compare --sweep {sweep}")
+        print(f"Next: europa compare --sweep {sweep}{where}")
     elif completed:
-        print(f"Next: europa show {completed[0].run.name}")
+        print(f"Next: europa show {completed[0].run.name}{where}")
     if interrupted:
         return INTERRUPTED
     return 0 if len(completed) == len(rows) else 1
 
 
-def _print_comparison(runs_dir: Path, sweep: str) -> None:
+def print_comparison(runs: Sequence[RunFolder], title: str = "") -> None:
+    """Print runs side by side; trouble with that is told and changes nothing."""
     print(flush=True)
     try:
-        from europa_exp.runs.compare import print_sweep
+        from europa_exp.runs.compare import compare
+        from europa_exp.runs.table import show
 
-        print_sweep(runs_dir, sweep)
+        show(compare(list(runs), title=title))
     except Exception as error:
         # The runs are done and recorded; how they look side by side must not turn that into a failure.
         print(f"the comparison can't be shown: {error}", file=sys.stderr)
+
+
+def _elsewhere(runs_dir: Path) -> str:
+    """The option that the console script needs to find runs that are not in ./runs."""
+    return "" if runs_dir.resolve() == Path("runs").resolve() else f" --runs-dir {shlex.quote(str(runs_dir))}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from europa_exp.config import schema
 from europa_exp.config.errors import ConfigError, Problem
 from europa_exp.launch import allocation, dispatch, environment, processes, slurm
-from europa_exp.launch.attend import INTERRUPTED, Stops, attend
+from europa_exp.launch.attend import INTERRUPTED, Stops, attend, print_comparison
 from europa_exp.launch.forkserver import PRELOAD
 from europa_exp.launch.worker import TRAIN
 from europa_exp.runs.folder import NewRun, RunFolder, RunFolderError, create_runs
@@ -46,11 +46,13 @@ def submit(
 
     code = code_state()
     fingerprints = _fingerprints(points)
-    todo = _without_done(points, launch, code, fingerprints)
+    todo, done = _without_done(points, launch, code, fingerprints)
     if not todo:
         print(
             "Nothing to run. launch.force=true runs completed points again, launch.repeat=N asks for N runs of each."
         )
+        if len(done) > 1:
+            print_comparison(done)
         return 0
     if problem := slurm.too_expensive([point for point, _ in todo]):
         raise ConfigError([("", problem)])
@@ -85,7 +87,7 @@ def submit(
         if job is None:
             _remove(runs)
             return INTERRUPTED
-        return attend(job, runs, [p for p, _ in todo], stops, sweep)
+        return attend(job, runs, [p for p, _ in todo], stops, sweep, done)
 
 
 def _to_slurm(
@@ -187,8 +189,8 @@ def _fingerprints(points: Sequence[Point]) -> list[str | None]:
 
 def _without_done(
     points: Sequence[Point], launch: schema.Launch, code: CodeState, fingerprints: Sequence[str | None]
-) -> list[tuple[Point, str | None]]:
-    """The points that are still to run; says which are skipped, and for which run."""
+) -> tuple[list[tuple[Point, str | None]], list[RunFolder]]:
+    """The points that are still to run, and the runs that stand for the others; says which are skipped, and for which run."""
     from europa_exp.runs.skip import all_completed_twins
 
     asked = zip(points, fingerprints, strict=True)
@@ -199,18 +201,16 @@ def _without_done(
     }
     left = all_completed_twins(launch.runs_dir, wanted) if wanted else {}
     todo: list[tuple[Point, str | None]] = []
+    done: list[RunFolder] = []
     for point, fingerprint in zip(points, fingerprints, strict=True):
-        if launch.force or point.force:
+        if launch.force or point.force or not left[point.identity]:
             todo.append((point, fingerprint))
             continue
-        if left[point.identity]:
-            done = left[point.identity].pop(0)
-            print(
-                f"skipped {point.name}: {done.name} is completed with the same configuration, code and data"
-            )
-        else:
-            todo.append((point, fingerprint))
-    return todo
+        done.append(left[point.identity].pop(0))
+        print(
+            f"skipped {point.name}: {done[-1].name} is completed with the same configuration, code and data"
+        )
+    return todo, done
 
 
 def _remove(runs: Sequence[RunFolder]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -166,17 +166,6 @@ def compare_sweep(runs_dir: str | Path, sweep: str | None = None, **options: Any
     """``compare`` for the runs of a sweep (None: the latest). Raises LookupFailed and CompareError."""
     name, runs = find_sweep(runs_dir, sweep)
     return compare(runs, **{"title": f"sweep {name}", **options})
-
-
-def print_sweep(runs_dir: str | Path, sweep: str, also: Iterable[RunFolder] = ()) -> None:
-    """Print the comparison of a sweep, for the end of a launch; ``also`` names runs that it took over instead of repeating.
-
-    Raises LookupFailed and CompareError.
-    """
-    from europa_exp.runs.table import show
-
-    name, runs = find_sweep(runs_dir, sweep)
-    show(compare(list(dict.fromkeys([*runs, *also])), title=f"sweep {name}"))
 
 
 # ------------------------------------------------------------------------------------------------------- reading

@@ -265,8 +265,9 @@ def test_completed_points_are_skipped_as_often_as_they_were_run(launch, capsys):
     cfg = config()
     completed(launch, cfg, cfg, fingerprint="d")
     points = [point(cfg, repeat=r) for r in range(3)] + [point(config(seed=2), "other")]
-    todo = submit._without_done(points, launch, CODE, ["d"] * 4)
+    todo, done = submit._without_done(points, launch, CODE, ["d"] * 4)
     assert [p.name for p, _ in todo] == ["run", "other"]
+    assert sorted(run.name for run in done) == ["done0", "done1"]
     assert capsys.readouterr().out.count("skipped run: done") == 2
 
 
@@ -277,7 +278,9 @@ def test_what_is_not_skipped(launch, how):
     launch.force = how == "launch.force"
     points = [point(cfg, force=how == "point.force")]
     code = CODE if how != "code" else type(CODE)(commit=None, fingerprint="other")
-    assert submit._without_done(points, launch, code, ["e" if how == "data" else "d"])
+    todo, done = submit._without_done(points, launch, code, ["e" if how == "data" else "d"])
+    assert len(todo) == 1
+    assert done == []
 
 
 def test_a_job_that_can_not_start_leaves_nothing(tmp_path, launch, monkeypatch):

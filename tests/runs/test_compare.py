@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from recorded import CODE, log_steps, record
 
-from europa_exp.runs.compare import CompareError, Comparison, Row, compare, compare_sweep, print_sweep
+from europa_exp.runs.compare import CompareError, Comparison, Row, compare, compare_sweep
 from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.lookup import entries
 from europa_exp.runs.table import render
@@ -300,14 +300,3 @@ def test_loss_that_is_not_finite_stays_valid_json(tmp_path: Path) -> None:
 def test_an_unknown_format_is_refused(six: Path) -> None:
     with pytest.raises(ValueError, match="table, markdown, csv, json"):
         render(compare_sweep(six), "xml")
-
-
-def test_print_sweep_at_the_end_of_a_launch(
-    six: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    print_sweep(six, "comm_nccl")
-    assert capsys.readouterr().out.startswith("sweep comm_nccl; differences to ")
-    # A point that was run before takes part too.
-    log_steps(record(tmp_path, "comm=fp8", sweep="today"))
-    print_sweep(tmp_path, "today", also=runs_of(six)[:1])
-    assert "bf16" in capsys.readouterr().out
