@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -70,6 +71,8 @@ class Ledger:
         run.set_state(
             State.running, pid=None, host=task.host, error=None, exit_codes={}, ended_at=None, reason=None
         )
+        for cut in remove_cut_checkpoints(run.checkpoints):
+            self.log(f"removed {cut}: an earlier attempt did not finish writing it")
         saved = newest_checkpoint(run.checkpoints)
         if saved is not None:
             how = f"goes on from step {saved}"
@@ -302,6 +305,20 @@ def newest_checkpoint(folder: Path) -> int | None:
         ]
         return max(steps, default=None)
     return None
+
+
+def remove_cut_checkpoints(folder: Path) -> list[str]:
+    """Remove checkpoints that were never finished, and return their names. Only while nobody writes there.
+
+    They would be counted among the newest that are kept (``training.checkpoint_keep``), and a complete one go in their place.
+    """
+    removed = []
+    with contextlib.suppress(OSError):
+        for entry in sorted(os.scandir(folder), key=lambda e: e.name):
+            if re.fullmatch(r"step-\d+", entry.name) and not Path(entry.path, ".metadata").exists():
+                shutil.rmtree(entry.path, ignore_errors=True)
+                removed.append(entry.name)
+    return removed
 
 
 def _as_failure(record: dict[str, Any]) -> Failure:

@@ -177,6 +177,9 @@ def test_newest_checkpoint_is_a_complete_one(tmp_path):
         if complete:
             (tmp_path / name / ".metadata").touch()
     assert slurm_ledger.newest_checkpoint(tmp_path) == 10
+    assert slurm_ledger.remove_cut_checkpoints(tmp_path) == ["step-20"]
+    assert {p.name for p in tmp_path.iterdir()} == {"step-9", "step-10", "step-30.tmp"}
+    assert slurm_ledger.remove_cut_checkpoints(tmp_path / "none") == []
 
 
 # ------------------------------------------------------------------------------------------------------ whole runs
