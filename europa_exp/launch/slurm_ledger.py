@@ -153,10 +153,12 @@ class Ledger:
             steps.append(saved)
         return max(steps, default=None)
 
-    def next_in_chain(self) -> bool:
-        """Whether a later job waits to continue this run."""
+    def next_in_chain(self) -> str | None:
+        """The job that waits to continue this run after this one; None when it is the last."""
         jobs = self.run.status().extra.get("job_ids")
-        return isinstance(jobs, list) and self.task.job_id in jobs and jobs[-1] != self.task.job_id
+        if not isinstance(jobs, list) or self.task.job_id not in jobs[:-1]:
+            return None
+        return str(jobs[jobs.index(self.task.job_id) + 1])
 
     # ------------------------------------------------------------------------------------- what ranks leave
 

@@ -373,20 +373,20 @@ class _Turn:
 
     def _again(self, cfg: Config, reason: Reason, error: dict[str, Any] | None, why: str, code: int) -> int:
         """Start again: by a requeue, or by the next job of the chain."""
+        bad = self.ledger.bad_nodes(cfg) if reason is Reason.memory_floor else []
         if cfg.cluster.requeue and not cfg.cluster.inside_allocation:
-            bad = self.ledger.bad_nodes(cfg) if reason is Reason.memory_floor else []
             # Before Slurm is asked: it kills this process.
             self.ledger.close(State.queued, reason, code=self.code, error=error, why=why, ended=False)
             trouble = slurm_task.requeue(self.task)
             if trouble is None or slurm_task.ask(self.task).restarts > self.task.restarts:
                 # In the second case Slurm was faster.
-                if bad and (trouble := slurm_task.avoid(self.task, bad)) is not None:
-                    self.ledger.log(f"Slurm does not exclude {', '.join(bad)}: {trouble}")
+                self._avoid(str(self.task.job), bad)
                 self.ledger.log("requeued")
                 _wait_to_be_killed()
             self.ledger.log(f"scontrol requeue: {trouble}")
             why = f"{reason}, and Slurm does not requeue the job: {trouble}"
-        elif self.ledger.next_in_chain():
+        elif (job := self.ledger.next_in_chain()) is not None:
+            self._avoid(job, bad)
             self.ledger.close(
                 State.queued, reason, code=self.code, error=error, why=f"{why}, in the next job", ended=False
             )
@@ -395,6 +395,10 @@ class _Turn:
             why = f"{reason}, and cluster.requeue=false with no job to follow this one"
         self.ledger.close(State.failed, reason, code=self.code, error=error, why=why)
         return code
+
+    def _avoid(self, job: str, nodes: Sequence[str]) -> None:
+        if nodes and (trouble := slurm_task.avoid(job, nodes)) is not None:
+            self.ledger.log(f"Slurm does not exclude {', '.join(nodes)} from job {job}: {trouble}")
 
     def _cause(self) -> tuple[Reason, dict[str, Any] | None]:
         """Why the attempt ended, and the error behind it where there is one."""

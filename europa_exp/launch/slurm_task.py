@@ -132,9 +132,9 @@ def requeue(task: Task) -> str | None:
     return None if done.returncode == 0 else (done.stderr or done.stdout).strip() or "scontrol refuses"
 
 
-def avoid(task: Task, nodes: list[str]) -> str | None:
-    """Keep the requeued job away from nodes; what went wrong, or None. Slurm takes this only once a job waits again."""
-    done = _call("scontrol", "update", f"JobId={task.job}", f"ExcNodeList={','.join(nodes)}")
+def avoid(job: str, nodes: Sequence[str]) -> str | None:
+    """Keep a job away from nodes; what went wrong, or None. Slurm takes this only while a job waits (again)."""
+    done = _call("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}")
     if done is None:
         return "scontrol does not answer"
     return None if done.returncode == 0 else (done.stderr or done.stdout).strip() or "scontrol refuses"

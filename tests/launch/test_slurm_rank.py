@@ -393,3 +393,12 @@ def test_a_memory_floor_names_all_nodes_and_avoids_them(step, tmp_path):
     entries = json.loads(slurm_ledger.exclude_file(run).read_text())
     assert [entry["node"] for entry in entries] == ["127.0.0.1"]
     assert attempts(run)[0]["reason"] == "memory_floor"
+
+
+def test_a_memory_floor_in_a_chain_keeps_the_next_job_away(step, tmp_path):
+    [run] = make_runs(tmp_path / "runs", on_slurm(memory_floor_gib=10.0**6))
+    run.note(job_id="79", job_ids=["77", "78", "79"])
+    step.start("write_steps", run)
+    assert step.tasks[0].wait(timeout=60) == STOPPED
+    assert "update JobId=78 ExcNodeList=127.0.0.1" in step.asked()
+    assert run.status().state == "queued"
