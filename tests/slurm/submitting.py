@@ -5,11 +5,14 @@ As a script (``submitting.py RUNS_DIR ENTRY CONFIG.yaml...``) it is the process 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from clusters import HERE, ROOT, Cluster, until
 from compose import composed
@@ -126,6 +129,15 @@ def wait_for_state(run: Path, *wanted: State | str, seconds: float = TIMEOUT) ->
 
     until(lambda: folder.status().state in wanted, seconds, lambda: evidence(run.parent))
     return folder.status().state.value
+
+
+def logged(run: Path) -> list[dict[str, Any]]:
+    """Every line of metrics.jsonl as it was written, steps that ran twice included. A line cut by a kill is left out."""
+    rows = []
+    for line in RunFolder(run).metrics_file.read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
 
 
 def evidence(runs_dir: Path) -> str:

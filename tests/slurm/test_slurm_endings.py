@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from clusters import until
-from submitting import config, europa, evidence, finish, start, states, submit, wait_for_state
+from submitting import config, europa, evidence, finish, logged, start, states, submit, wait_for_state
 
 from europa_exp.runs.folder import RunFolder
 
@@ -111,13 +111,13 @@ def test_requeued_lost_and_overdue_runs_go_on_where_they_were(slurm, tmp_path):
         assert first["reason"] in reason, evidence(run.parent)
         assert others, "there was a second attempt"
         assert others[-1]["reason"] == "completed"
-        again = [row["step"] for row in RunFolder(run).metrics() if row["time"] > others[0]["started_at"]]
+        again = [row["step"] for row in logged(run) if row["time"] > others[0]["started_at"]]
         assert again[0] > 1, "it went on, it did not begin again"
 
 
 def losses(run: Path) -> dict[int, float]:
     """The loss of each step; a step that ran twice had the same loss twice."""
     found: dict[int, float] = {}
-    for row in RunFolder(run).metrics():
+    for row in logged(run):
         assert found.setdefault(row["step"], row["loss/global_avg"]) == row["loss/global_avg"], row["step"]
     return found
