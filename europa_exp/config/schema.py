@@ -354,7 +354,8 @@ class Training:
     """Newest checkpoints that are kept, at least 2 (the newest may still be being written); 0 keeps all."""
 
     initial_checkpoint: str | None = knob(None)
-    """Folder of a checkpoint to start from. One that is not in this runs folder loads only with trust=true (it holds pickles)."""
+    """Folder of a checkpoint to go on from: weights, optimizer, schedule, place in the data, and the step, so training.steps
+    counts from there. One that is not in this runs folder loads only with trust=true (it holds pickles)."""
 
     init_timeout_s: int = required(within="[1, inf)")
     """Seconds a collective may take before the first step is done."""
