@@ -91,13 +91,10 @@ def _print(found: "Survey") -> None:
 
 def _chosen(runs_dir: Path, texts: "Sequence[str]", sweep: str | None) -> tuple[list["RunFolder"], int]:
     """The runs to show, and how many were left out because nobody asked for them."""
-    from europa_exp.runs.lookup import entries, find_many, find_sweep
+    from europa_exp.runs.lookup import entries, named
 
-    chosen = find_many(runs_dir, texts)
-    if sweep is not None:
-        chosen = list(dict.fromkeys([*chosen, *find_sweep(runs_dir, sweep)[1]]))
     if texts or sweep is not None:
-        return chosen, 0
+        return named(runs_dir, texts, sweep), 0
     known = entries(runs_dir)
     newest = known[-1].sweep if known else None
     shown = [e for e in known if not e.status.ended or e is known[-1] or (newest and e.sweep == newest)]

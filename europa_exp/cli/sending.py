@@ -64,12 +64,11 @@ def sync(
 
 
 def _chosen(runs_dir: "RunsDir", runs: list[str], sweep: str | None) -> "list[RunFolder]":
-    from europa_exp.runs.lookup import entries, find_many, find_sweep
+    from europa_exp.runs.lookup import entries, named
 
-    chosen = find_many(runs_dir, runs)
-    if sweep is not None:
-        chosen = list(dict.fromkeys([*chosen, *find_sweep(runs_dir, sweep)[1]]))
-    return chosen if runs or sweep is not None else [entry.run for entry in entries(runs_dir)]
+    if runs or sweep is not None:
+        return named(runs_dir, runs, sweep)
+    return [entry.run for entry in entries(runs_dir)]
 
 
 def _over(chosen: "list[RunFolder]") -> "set[RunFolder]":

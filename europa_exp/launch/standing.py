@@ -20,7 +20,7 @@ from europa_exp.launch.submission import jobs_of
 from europa_exp.runs.attempts import attempts_of
 from europa_exp.runs.folder import RunFolder, RunFolderError
 from europa_exp.runs.lookup import Entry
-from europa_exp.runs.slurm_record import CANCELLED, SUCCESS, Answer, SlurmState, node_names
+from europa_exp.runs.slurm_record import CANCELLED, SUCCESS, Answer, SlurmState
 from europa_exp.runs.status import STATUS_FILE, State, Status
 
 LOST = "lost"
@@ -235,13 +235,6 @@ def _nodes(status: Status, found: SlurmState | None, tries: Sequence[dict[str, A
     if isinstance(recorded, str) and recorded:
         return recorded
     return "" if on_slurm(status) else status.host or ""
-
-
-def node_of(standing: Standing, rank: int, ranks_per_node: int) -> str | None:
-    """The node that a rank ran on, if the nodes are known."""
-    names = node_names(standing.nodes)
-    index = rank // max(ranks_per_node, 1)
-    return names[index] if index < len(names) else None
 
 
 def _count(status: Status, tries: Sequence[dict[str, Any]]) -> int:

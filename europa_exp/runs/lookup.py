@@ -202,6 +202,12 @@ def sweeps(known: Sequence[Entry]) -> dict[str, list[Entry]]:
     return dict(sorted(found.items(), key=lambda item: max(e.created_at for e in item[1])))
 
 
+def named(runs_dir: str | os.PathLike[str], texts: Sequence[str], sweep: str | None) -> list[RunFolder]:
+    """The runs that ``texts`` name and those of ``sweep``, each once. Raises LookupFailed."""
+    found = find_many(runs_dir, texts)
+    return found if sweep is None else list(dict.fromkeys([*found, *find_sweep(runs_dir, sweep)[1]]))
+
+
 def find_sweep(runs_dir: str | os.PathLike[str], name: str | None) -> tuple[str, list[RunFolder]]:
     """The name and runs of a sweep (by name or unique prefix; None is the latest). Raises LookupFailed."""
     known = sweeps(entries(runs_dir))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,22 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from console import europa
 from launching import command, config, make_runs, until
 
 from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.status import State
-
-
-def europa(*args: str, runs: Path, timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
-    full = {**os.environ, "COLUMNS": "200", "EUROPA_RUNS_DIR": str(runs), **env}
-    return subprocess.run(
-        [sys.executable, "-m", "europa_exp.cli", *args],
-        env=full,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
 
 
 def states(output: str) -> dict[str, str]:
