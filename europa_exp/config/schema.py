@@ -159,13 +159,34 @@ class ExpertAllGather(Enum):
     fp8 = "fp8"
 
 
+class GradientReduce(Enum):
+    reduce_scatter = "reduce_scatter"
+    bf16_all_to_all = "bf16_all_to_all"
+
+
 @dataclass
 class Comm:
-    """What the collectives carry."""
+    """What the collectives carry, when they run, and how long their buffers live."""
 
     expert_all_gather: ExpertAllGather = knob(ExpertAllGather.bf16)
     """Precision of the expert weights on the wire: bf16 as FSDP does, or FP8 E4M3 in blocks of 128 with one fp32 scale each
     (1.03125 bytes a value). Source: +18% in the EUROPA post."""
+
+    gradient_reduce: GradientReduce = knob(GradientReduce.reduce_scatter)
+    """How gradients are summed over the shard ranks: reduce_scatter in fp32 as FSDP does, or bf16_all_to_all: every rank
+    sends each owner its slice in bf16 and the owner sums in fp32 (half the bytes, half the buffer). Source: +14% in the EUROPA post."""
+
+    node_local_reshard: bool = knob(False)
+    """After forward, keep the dense weights of the layers sharded over the GPUs of a node instead of all ranks, so that
+    backward gathers them inside the node. Source: +2% for 4 GiB in the EUROPA post."""
+
+    embedding_gather_in_backward: bool = knob(True)
+    """Gather the embedding table again before its gradient, as FSDP does; the gradient needs token numbers only. Source: false
+    took away up to 126 ms a step in the EUROPA post."""
+
+    gradient_release_lag: int | None = knob(None, within="[1, inf)")
+    """With optimizer.grad_norm=in_backward: parameter groups after which a reduced gradient that the norm has read may be
+    freed; null keeps all of them until backward ends. Source: 2 layers in the EUROPA post, where keeping all held 9 GiB."""
 
 
 # ----------------------------------------------------------------------------------------------------------- nccl
@@ -203,6 +224,26 @@ class Nccl:
     """Any other NCCL variable by its full name, for example +nccl.extra.NCCL_ALGO=Ring. Only NCCL_* names, no plugins or file paths."""
 
 
+    record: bool = knob(False)
+    """Have NCCL say what it took (NCCL_DEBUG=INFO into a file of each rank), and record that beside what was asked for."""
+
+
+# ------------------------------------------------------------------------------------------------------ allocator
+
+
+@dataclass
+class Allocator:
+    """Which stream's memory pool FSDP's buffers come from. Memory freed in the pool of one stream can't serve another one."""
+
+    all_gather_on_compute_stream: bool = knob(False)
+    """Set up all-gathers on the compute stream and wait for them only when the weights are needed (FSDP's asynchronous
+    unshard), so that their buffers come from and return to its pool. Source: with the next field +21% in the EUROPA post."""
+
+    receive_buffer_on_compute_stream: bool = knob(False)
+    """Take the receive buffer of comm.gradient_reduce=bf16_all_to_all from the compute stream's pool instead of the
+    reduce stream's. Without that all-to-all there is no such buffer."""
+
+
 # -------------------------------------------------------------------------------------------------------- offload
 
 
@@ -219,6 +260,11 @@ class Offload:
 
 class OptimizerName(Enum):
     adamw = "adamw"
+
+
+class GradNorm(Enum):
+    after_backward = "after_backward"
+    in_backward = "in_backward"
 
 
 class DecayType(Enum):
@@ -263,6 +309,10 @@ class Optimizer:
 
     max_grad_norm: float = required(within="(0, inf)")
     """Gradients are scaled down to this global norm."""
+
+    grad_norm: GradNorm = knob(GradNorm.after_backward)
+    """When the global norm is computed: after_backward over all gradients, wherever they lie by then, or in_backward: each
+    gradient's share as its reduction completes, and one all-reduce at the end. Source: 0.6 s a step in the EUROPA post."""
 
 
 # ----------------------------------------------------------------------------------------------------------- data
@@ -362,6 +412,18 @@ class Training:
 
     train_timeout_s: int = required(within="[1, inf)")
     """Seconds a collective may take afterwards."""
+
+
+# ------------------------------------------------------------------------------------------------------ profiling
+
+
+@dataclass
+class Profiling:
+    """What a run records beyond its metrics."""
+
+    collectives: bool = knob(False)
+    """Record a table of all collectives for every logged step: kind, process group, dtype, calls, bytes and, on an accelerator,
+    time."""
 
 
 # ------------------------------------------------------------------------------------------------------- tracking
@@ -620,10 +682,12 @@ class Config:
     parallelism: Parallelism = field(default_factory=Parallelism)
     comm: Comm = field(default_factory=Comm)
     nccl: Nccl = field(default_factory=Nccl)
+    allocator: Allocator = field(default_factory=Allocator)
     offload: Offload = field(default_factory=Offload)
     optimizer: Optimizer = field(default_factory=Optimizer)
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
+    profiling: Profiling = field(default_factory=Profiling)
     tracking: Tracking = field(default_factory=Tracking)
     cluster: Cluster = field(default_factory=Cluster)
     launch: Launch = field(default_factory=Launch)

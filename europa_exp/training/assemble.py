@@ -11,7 +11,12 @@ import torch
 from torchtitan.protocols.model_spec import ModelSpec
 
 from europa_exp.comm.accounting import CollectiveCounter
+from europa_exp.comm.bf16_all_to_all import apply_bf16_all_to_all
+from europa_exp.comm.compute_stream_gather import apply_compute_stream_gather
+from europa_exp.comm.embedding_gather import skip_embedding_gather_in_backward
 from europa_exp.comm.fp8_all_gather import apply_fp8_all_gather
+from europa_exp.comm.gradient_norm import GradientNorm
+from europa_exp.comm.node_local_reshard import apply_node_local_reshard
 from europa_exp.config import schema
 from europa_exp.cpu import device
 from europa_exp.model import model_spec
@@ -29,18 +34,39 @@ def build_trainer(cfg: schema.Config, run_dir: Path) -> tuple[EuropaTrainer, Col
     Returns:
         The trainer, and the counter of what its collectives carry.
     """
-    counter = CollectiveCounter()
+    counter = CollectiveCounter(timed=cfg.profiling.collectives)
+    norm = None
+    if cfg.optimizer.grad_norm is schema.GradNorm.in_backward:
+        norm = GradientNorm(release_lag=cfg.comm.gradient_release_lag)
     spec = model_spec(cfg.model, device_type=device.device_type())
-    spec = after_parallelize(spec, lambda model: _apply_mechanisms(model, cfg, counter))
-    trainer = EuropaTrainer(trainer_config(cfg, spec, run_dir), cfg.model)
+    spec = after_parallelize(spec, lambda model: _apply_mechanisms(model, cfg, counter, norm))
+    trainer = EuropaTrainer(trainer_config(cfg, spec, run_dir), cfg.model, norm)
     return trainer, counter
 
 
-def _apply_mechanisms(model: torch.nn.Module, cfg: schema.Config, counter: CollectiveCounter) -> None:
+def _apply_mechanisms(
+    model: torch.nn.Module, cfg: schema.Config, counter: CollectiveCounter, norm: GradientNorm | None
+) -> None:
     """What has to happen after ``fully_shard`` and before parameters get memory, in this order."""
     device.prepare_model(model)
-    if cfg.comm.expert_all_gather is schema.ExpertAllGather.fp8:
+    comm = cfg.comm
+    if comm.expert_all_gather is schema.ExpertAllGather.fp8:
         apply_fp8_all_gather(model)
+    if comm.gradient_reduce is schema.GradientReduce.bf16_all_to_all:
+        apply_bf16_all_to_all(
+            model,
+            receive_on_compute_stream=cfg.allocator.receive_buffer_on_compute_stream,
+            # The chunked loss accumulates the LM head's gradient in fp32 before it is reduced: nothing to gain, digits to lose.
+            keep=("lm_head",) if cfg.training.loss_chunks > 1 else (),
+        )
+    if comm.node_local_reshard:
+        apply_node_local_reshard(model, cfg.parallelism.gpus_per_node)
+    if not comm.embedding_gather_in_backward:
+        skip_embedding_gather_in_backward(model)
+    if cfg.allocator.all_gather_on_compute_stream:
+        apply_compute_stream_gather(model)
+    if norm is not None:
+        norm.install(model)
     # Last, so that it counts what the mechanisms above hand to the collectives.
     counter.install(model)
 
