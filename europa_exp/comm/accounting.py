@@ -68,7 +68,8 @@ class Traffic:
 class CollectiveCounter:
     """Counts from `install` on; `take` hands over what was counted since the last `take` and starts again from zero."""
 
-    def __init__(self) -> None:
+    def __init__(self, timed: bool = False) -> None:
+        self._timed = timed
         self._counts: dict[Kind, Traffic] = {}
 
     def install(self, model: nn.Module) -> int:

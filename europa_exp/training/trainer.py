@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torchtitan.trainer
 from torchtitan.trainer import Trainer
 
+from europa_exp.comm.gradient_norm import GradientNorm
 from europa_exp.config import counts, schema
 from europa_exp.data.packing import segment_lengths
 from europa_exp.training.metrics import RunMetrics
@@ -22,13 +23,17 @@ class EuropaTrainer(Trainer):
     Args:
         config: torchtitan's configuration, see ``trainer_config``; its metrics are :class:`RunMetrics`.
         model: our description of the model, for the count of floating-point operations.
+        norm: computes the gradient norm during the backward pass; without it torchtitan computes it afterwards.
     """
 
     metrics_processor: RunMetrics
 
-    def __init__(self, config: Trainer.Config, model: schema.Model) -> None:
+    def __init__(
+        self, config: Trainer.Config, model: schema.Model, norm: GradientNorm | None = None
+    ) -> None:
         super().__init__(config)
         self._model = model
+        self._norm = norm
         self._agreement: Agreement | None = None
         self._stopping = False
 

@@ -13,7 +13,7 @@ from europa_exp.config.schema import Config, DataSource, Model, Nccl
 
 # ----------------------------------------------------------------------------------------------------------------- NCCL
 
-NCCL_FIELDS = {f"NCCL_{f.name.upper()}": f.name for f in fields(Nccl) if f.name != "extra"}
+NCCL_FIELDS = {f"NCCL_{f.name.upper()}": f.name for f in fields(Nccl) if f.name not in ("extra", "record")}
 """Variables that have a field of their own: name -> field."""
 
 _NCCL_NAME = re.compile(r"NCCL_[A-Z0-9_]+")
