@@ -14,7 +14,7 @@ def test_one_group_with_ranges_choices_and_off_values():
     assert nccl["nccl.max_ctas"].type == "a whole number, 1 to 64, or null"
     assert nccl["nccl.max_ctas"].off == "null"
     assert nccl["nccl.max_ctas"].doc.startswith("NCCL_MAX_CTAS: ")
-    (comm,) = describe("comm")
+    comm = describe("comm")[0]
     assert comm.type == "bf16 | fp8"
     assert comm.off == "bf16"
     assert "\n" not in comm.doc
