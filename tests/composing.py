@@ -13,7 +13,7 @@ from europa_exp.launch.expand import Plan, make_plan
 from europa_exp.launch.main import main
 from europa_exp.launch.sweep_file import read
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass
