@@ -41,7 +41,7 @@ def submitted(monkeypatch):
 
 
 BAD = {
-    "comm=fp9": ["comm=", "bf16, fp8"],
+    "comm=fp9": ["comm=", "bf16, bf16_a2a, fp8, fp8_a2a"],
     "nccl.max_cta=16": ["nccl.max_cta=16", "nccl.max_ctas"],
     "nccl.max_ctas=0": ["nccl.max_ctas=0", "1 to 64"],
     "parallelism.expert_parallel_degree=3": ["parallelism.expert_parallel_degree=3"],
@@ -155,8 +155,8 @@ def test_launch_settings_cannot_be_swept():
         ("nccl.max_ctas=range(8,11)", ["8", "9", "10"]),
         ("nccl.max_ctas=choice(8,16)", ["8", "16"]),
         ("nccl.max_ctas=sort(16,8)", ["8", "16"]),
-        ("comm=glob(*)", ["bf16", "fp8"]),
-        ("comm=glob([f*])", ["fp8"]),
+        ("comm=glob(*)", ["bf16", "bf16_a2a", "fp8", "fp8_a2a"]),
+        ("comm=glob([f*])", ["fp8", "fp8_a2a"]),
     ],
 )
 def test_sweep_functions(sweep, values):
@@ -259,7 +259,7 @@ def test_cfg_job_prints_the_composition_and_refuses_bad_input():
 
 def test_help_lists_groups_and_sweeps_and_no_folder_of_the_repository():
     out = call("--help").out.split("== Config ==")[0]
-    for part in ("comm: bf16, fp8", "experiment/ladder: 00_baseline", "sweeps: comm_nccl"):
+    for part in ("comm: bf16, bf16_a2a, fp8, fp8_a2a", "experiment/ladder: 00_baseline", "sweeps: comm_nccl"):
         assert part in out
     assert "europa_exp" not in out
     assert "tests" not in out
