@@ -8,13 +8,18 @@ Everything that this project reads from FSDP's internals about groups is in this
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 EXPERT_PARAMETERS = frozenset({"w1_EFD", "w2_EDF", "w3_EFD"})
@@ -70,12 +75,43 @@ class Group:
         return tuple(Segment(_gathered_numel(param), _is_expert(param)) for param in self.fsdp.fsdp_params)
 
     @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules that FSDP shards as one unit; all parameters of the group are in them."""
+        return self.fsdp.modules
+
+    @property
+    def frees_after_forward(self) -> bool:
+        """Whether FSDP frees the gathered parameters after forward, which it then gathers again in backward."""
+        return self.fsdp.post_forward_mesh_info is not None
+
+    @property
     def all_gather(self) -> AllGather:
         return self.fsdp._all_gather_comm
 
     @property
     def reduce_scatter(self) -> ReduceScatter:
         return self.fsdp._reduce_scatter_comm
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """What parameters are gathered in; their gradients have the same dtype."""
+        return self.fsdp.mp_policy.param_dtype or self.fsdp.fsdp_params[0].sharded_param.dtype
+
+    @property
+    def divide_factor(self) -> float | None:
+        """What FSDP divides gradients by; None stands for the number of ranks, shards times replicas."""
+        return self.fsdp.gradient_divide_factor
+
+    def holds(self, modules: Collection[nn.Module]) -> bool:
+        """Whether a parameter of the group belongs to one of `modules` (itself, not something inside of it)."""
+        return any(param._module_info.module in modules for param in self.fsdp.fsdp_params)
+
+    def on_reduce_stream(self) -> bool:
+        """Whether the current stream is the one that FSDP reduces gradients on. A CPU has such streams too, by name only.
+
+        In place of a parameter of `Comm.allocate` that says what the buffer is for; when there is one, this goes.
+        """
+        return self.fsdp.device_handle.current_stream() == self.fsdp.comm_ctx.reduce_scatter_stream
 
 
 def groups(model: nn.Module) -> list[Group]:
@@ -110,6 +146,18 @@ def set_reduce_scatter(group: Group, comm: ReduceScatter) -> None:
         group.fsdp._reduce_scatter_comm = comm
 
 
+def set_reduce_dtype(group: Group, dtype: torch.dtype) -> None:
+    """Let FSDP put the gradients of `group` into its reduce-scatter's buffer in `dtype`.
+
+    `fully_shard` takes a `MixedPrecisionPolicy` for all of a module's groups, torchtitan one for all of a model, and neither
+    can be changed by a public function later. FSDP reads a group's policy before the first forward pass; when the public
+    setters of FSDPModule include one for the policy, this function is one call of it.
+    """
+    group.fsdp.mp_policy = replace(group.fsdp.mp_policy, reduce_dtype=dtype)
+    if hasattr(group.fsdp, "_reduce_dtype"):  # read already
+        group.fsdp._init_mp_dtypes()
+
+
 def _only_group(group: Group) -> bool:
     return len(group.module._get_fsdp_state()._fsdp_param_groups) == 1
 
@@ -122,3 +170,70 @@ def _gathered_numel(param: Any) -> int:
     if param.sharded_state == ShardedState.SHARDED_POST_FORWARD:
         return param._sharded_post_forward_param_data.numel()
     return param.padded_sharded_param_size.numel()
+
+
+def keep_after_forward(kept: Sequence[Group], ranks: int) -> None:
+    """Let each group keep its parameters sharded over blocks of `ranks` consecutive ranks from forward to backward.
+
+    All ranks must call it, with groups that are sharded over whole blocks. They share one mesh, so one process group a block
+    is made, whatever the number of groups.
+
+    torch's own way is `fully_shard(reshard_after_forward=<ranks>)`. In 2.14 it refuses the meshes of torchtitan's spmd_types
+    backend, and it takes all parameters of a module: with experts on a mesh of their own it makes a mesh of each group's
+    ranks, on which the ranks don't agree, and hangs. When `reshard_after_forward` can be told for each parameter (as
+    `shard_placement_fn` tells the mesh) and takes DTensors, it replaces this function.
+
+    Raises:
+        ValueError: a parameter is sharded along another dimension than the first, or also by tensor parallelism; FSDP can't
+            cut such a one again.
+    """
+    for group in kept:
+        for param in group.fsdp.fsdp_params:
+            spec = param._unsharded_dtensor_spec
+            split = spec is not None and not all(placement.is_replicate() for placement in spec.placements)
+            if split or param.fsdp_placement.dim != 0:
+                raise ValueError(
+                    f"{group.name}: {param._module_info.param_name} can be kept after forward only when FSDP alone shards it, "
+                    "along its first dimension"
+                )
+    device = kept[0].fsdp.mesh_info.mesh.device_type
+    blocks = DeviceMesh(device, torch.arange(dist.get_world_size()).view(-1, ranks))
+    info = HSDPMeshInfo(blocks, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for group in kept:
+        group.fsdp.post_forward_mesh_info = info
+        for param in group.fsdp.fsdp_params:
+            param.post_forward_mesh_info = info
+            param._init_sharded_post_forward_param_metadata(torch.empty(param._orig_size, device="meta"))
+            if param.is_dtensor:
+                param.to_sharded_post_forward = _as_plain_tensor(param, param.to_sharded_post_forward)
+
+
+def _as_plain_tensor(param: Any, reshard: Callable[[], None]) -> Callable[[], None]:
+    """`reshard` of a DTensor parameter as for a plain tensor; FSDP refuses DTensors there ("not supported [...] yet").
+
+    What it does is right for both: it cuts a block's part out of the flat buffer of the gather, and that buffer is the whole
+    parameter when nothing but FSDP shards it. Not needed any more when torch drops the refusal.
+    """
+
+    def reshard_as_plain_tensor() -> None:
+        param.is_dtensor = False
+        try:
+            reshard()
+        finally:
+            param.is_dtensor = True
+
+    return reshard_as_plain_tensor
+
+
+def set_asynchronous_gather(model: nn.Module) -> None:
+    """Let all groups of `model` issue their all-gathers on the current stream, and wait for them when they need the result.
+
+    Only a private method does that in torch 2.14. PyTorch's pull request 202343 proposes a public one, which is taken as soon
+    as it is there under the name that FSDP's other setters suggest.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            if hasattr(module, "set_unshard_async_op"):
+                module.set_unshard_async_op(True)
+            else:
+                module._set_unshard_async_op(True)
