@@ -4,8 +4,10 @@
       account: mybudget
       mail_user: me@example.org
       runs_dir: /p/project/mybudget/runs
+      checkpoint_dir: $SCRATCH/me
 
-They replace what ``conf/cluster/`` says and give way to the command line. Only what can't change a result may stand there.
+They replace what ``conf/cluster/`` says and give way to the command line. Only what can't change a result may stand there. In
+the two folders ``~`` and ``$NAME`` stand for what they mean in the shell that calls, so that the record holds the path itself.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ VARIABLE = "EUROPA_USER_CONFIG"
 _NOT_PERSONAL = ("name", "executor", "inside_allocation")
 RUNS_DIR = "runs_dir"
 """The one key that is no field of ``cluster``: it sets launch.runs_dir."""
+
+_FOLDERS = (RUNS_DIR, "checkpoint_dir")
 
 
 def path() -> Path | None:
@@ -96,12 +100,23 @@ def _checked(data: Any, where: str, clusters: list[str]) -> dict[str, dict[str, 
                 continue
             try:
                 dotted = f"launch.{key}" if key == RUNS_DIR else f"cluster.{key}"
-                out[cluster][dotted] = plain(convert(value, known[key]))
+                here = _written_out(value) if key in _FOLDERS else value
+                out[cluster][dotted] = plain(convert(here, known[key]))
             except Invalid as e:
                 problems.append(Problem(name, value, e.rule, e.way_out))
     if problems:
         raise ConfigError([(where, p) for p in problems])
     return out
+
+
+def _written_out(folder: Any) -> Any:
+    """A path with ``~`` and ``$NAME`` replaced. Raises Invalid for a name that means nothing here."""
+    if not isinstance(folder, str):
+        return folder
+    path = os.path.expandvars(os.path.expanduser(folder))
+    if path.startswith("~") or "$" in path:
+        raise Invalid(f"{path} stands for no folder in this shell", "Write the path itself, or export the variable")
+    return path
 
 
 def _unknown(key: str, known: list[str]) -> tuple[str, str]:

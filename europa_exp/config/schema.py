@@ -394,14 +394,19 @@ class Training:
     """Steps between two lines of metrics.jsonl."""
 
     checkpoint_every: int = knob(0, within="[0, inf)")
-    """Steps between two checkpoints under the run folder; 0 keeps none."""
+    """Steps between two checkpoints under the run folder (see cluster.checkpoint_dir); 0 keeps none."""
 
     checkpoint_async: bool = knob(False)
     """Write checkpoints while training goes on (torchtitan's async mode); takes host memory for a copy of what a rank holds.
     The last checkpoint, and the one before a job stops, are written before it ends all the same."""
 
     checkpoint_keep: int = knob(0, within="[0, inf)")
-    """Newest checkpoints that are kept, at least 2 (the newest may still be being written); 0 keeps all."""
+    """Newest whole checkpoints that are kept, at least 2 (torchtitan takes no fewer); 0 keeps all. While the next is written
+    there is one more. What a killed job left half written goes, too."""
+
+    checkpoint_keep_every: int = knob(0, within="[0, inf)")
+    """Keep checkpoints whose step is a multiple of this for good, beside the newest; 0 keeps none of them. A multiple of
+    checkpoint_every."""
 
     initial_checkpoint: str | None = knob(None)
     """Folder of a checkpoint to go on from: weights, optimizer, schedule, place in the data, and the step, so training.steps
@@ -507,6 +512,10 @@ class Cluster:
 
     host_memory_gib: float | None = knob(None, within="(0, inf)")
     """Host memory for one rank in GiB, for the check before submitting; without it executor=local takes this machine's."""
+
+    checkpoint_dir: str | None = knob(None)
+    """Folder in which the checkpoints of each run get a folder of their own, an absolute path that every node sees, on scratch for
+    example; the run folder links to it. null keeps them in the run folder. Personal."""
 
     env: dict[str, str] = knob({})
     """More environment variables of the ranks, set before torch is imported (allocator settings, for example)."""
@@ -712,6 +721,7 @@ IDENTITY_EXCLUDES: frozenset[str] = frozenset(
         "cluster.preload",
         "cluster.device_memory_gib",
         "cluster.host_memory_gib",
+        "cluster.checkpoint_dir",
         "cluster.account",
         "cluster.needs_account",
         "cluster.partition",

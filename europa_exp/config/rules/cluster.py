@@ -20,7 +20,7 @@ from europa_exp.config.schema import (
 )
 from europa_exp.config.schema import Launch as LaunchGroup
 
-_ANY_CLUSTER = ("name", "executor", "preload", "device_memory_gib", "host_memory_gib")
+_ANY_CLUSTER = ("name", "executor", "preload", "device_memory_gib", "host_memory_gib", "checkpoint_dir")
 _ANY_LAUNCH = ("runs_dir", "preview", "repeat", "force", "sweep_name")
 SLURM_FIELDS = tuple(
     f.name for f in fields(Cluster) if f.name not in _ANY_CLUSTER and f"cluster.{f.name}" in IDENTITY_EXCLUDES

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from europa_exp.config.errors import ConfigError, Problem
+from europa_exp.config.errors import Problem
 from europa_exp.config.rules import reads
-from europa_exp.config.schema import Config, DataSource, Model, Nccl
+from europa_exp.config.schema import Config, DataSource, Nccl
 
 # ----------------------------------------------------------------------------------------------------------------- NCCL
 
@@ -71,6 +71,33 @@ def nccl_extra(cfg: Config) -> Iterator[Problem]:
         else:
             continue
         yield Problem(dotted, value, rule, way_out)
+
+
+@reads("nccl")
+def nccl_record(cfg: Config) -> Iterator[Problem]:
+    """What NCCL is to be recorded with, it has to say: it needs its level INFO, and its subsystems INIT and ENV."""
+    if not cfg.nccl.record:
+        return
+    if cfg.nccl.debug in ("VERSION", "WARN"):
+        yield Problem(
+            "nccl.debug",
+            cfg.nccl.debug,
+            "nccl.record=true records what NCCL says at INFO, and below that it says nothing",
+            "Give nccl.debug=null, INFO or TRACE, or nccl.record=false",
+        )
+    value = cfg.nccl.extra.get("NCCL_DEBUG_SUBSYS", "").strip()
+    named = {name.strip().upper() for name in value.removeprefix("^").split(",")}
+    if value.startswith("^"):  # NCCL: all but these
+        says = not named & {"INIT", "ENV", "ALL"}
+    else:
+        says = not value or "ALL" in named or named >= {"INIT", "ENV"}
+    if not says:
+        yield Problem(
+            "nccl.extra.NCCL_DEBUG_SUBSYS",
+            value,
+            "nccl.record=true records what NCCL says in its subsystems INIT and ENV",
+            "Add them, as in 'INIT,ENV,TUNING', or leave it out (~nccl.extra.NCCL_DEBUG_SUBSYS)",
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------- environment
@@ -237,108 +264,14 @@ def data(cfg: Config) -> Iterator[Problem]:
         )
 
 
-@reads("training.checkpoint_every", "training.checkpoint_keep")
-def checkpoints(cfg: Config) -> Iterator[Problem]:
-    """What is to be kept is written at all, and one isn't deleted before the next is complete."""
-    every, keep = cfg.training.checkpoint_every, cfg.training.checkpoint_keep
-    if keep and not every:
-        yield Problem(
-            "training.checkpoint_keep",
-            keep,
-            "keeps nothing while training.checkpoint_every=0 writes nothing",
-            "Give training.checkpoint_every=<steps>, or training.checkpoint_keep=0",
-        )
-    elif keep == 1:
-        yield Problem(
-            "training.checkpoint_keep",
-            keep,
-            "must be 0 (all) or at least 2: the newest may still be being written",
-            "Take 2",
-        )
-
-
-@reads("training.initial_checkpoint", "training.steps", "launch.runs_dir", "trust", "model")
-def initial_checkpoint(cfg: Config) -> Iterator[Problem]:
-    """It is there and whole, it leaves steps to train, and it is one of ours unless the user vouches for it."""
-    value = cfg.training.initial_checkpoint
-    if value is None:
-        return
-    dotted, path = "training.initial_checkpoint", Path(value)
-    if not value.strip() or not path.is_dir():
-        yield Problem(
-            dotted,
-            value,
-            "there is no such folder on this machine",
-            "Give the folder of one checkpoint, for example runs/<run>/checkpoints/step-100, or null",
-        )
-        return
-    if not (path / ".metadata").is_file():  # written last: without it nothing can be read
-        inside = sorted(
-            path.glob("step-*/.metadata"), key=lambda file: (len(file.parent.name), file.parent.name)
-        )
-        yield Problem(
-            dotted,
-            value,
-            "is no complete checkpoint: it has no file .metadata",
-            f"Give one of the checkpoints in it, for example {inside[-1].parent}"
-            if inside
-            else "Give the folder of one checkpoint, for example runs/<run>/checkpoints/step-100, or null",
-        )
-        return
-    # The step goes on from the checkpoint's. The folder's name tells it; the file itself is a pickle, not to be opened here.
-    made_at = re.fullmatch(r"step-(\d+)", path.resolve().name)
-    if made_at and int(made_at[1]) >= cfg.training.steps:
-        yield Problem(
-            "training.steps",
-            cfg.training.steps,
-            f"{dotted}={value} has trained {made_at[1]} steps already, and steps count from there",
-            f"Give training.steps=<more than {made_at[1]}>",
-        )
-    # The loader takes what the new model asks for and says nothing of the rest: two layers of four would pass.
-    other = _model_of(path.resolve().parent.parent / "config.yaml")
-    if other is not None and other != cfg.model:
-        yield Problem(
-            dotted,
-            value,
-            f"holds another model: {_differences(other, cfg.model)}",
-            "Give the same model group, or a checkpoint of this model",
-        )
-    ours = Path(cfg.launch.runs_dir).resolve()
-    if not cfg.trust and ours not in path.resolve().parents:
-        yield Problem(
-            dotted,
-            value,
-            f"lies outside launch.runs_dir={cfg.launch.runs_dir}, and checkpoints hold pickles, which can run code",
-            "Add trust=true if you know where it comes from",
-        )
-
-
-def _model_of(frozen: Path) -> Model | None:
-    """The model of the run that a checkpoint lies in; None where there is no readable record."""
-    from europa_exp.config import io
-
-    try:
-        return io.load(frozen).model
-    except (OSError, ConfigError):
-        return None
-
-
-def _differences(there: Model, here: Model) -> str:
-    names = [f.name for f in fields(here) if getattr(there, f.name) != getattr(here, f.name)]
-    return ", ".join(
-        f"model.{name} is {getattr(there, name)} there and {getattr(here, name)} here" for name in names
-    )
-
-
 RULES = [
     ctas,
     nccl_texts,
     nccl_extra,
+    nccl_record,
     environment,
     tags,
     wandb_names,
     runs_dir,
     data,
-    checkpoints,
-    initial_checkpoint,
 ]
