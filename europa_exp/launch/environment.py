@@ -139,9 +139,9 @@ def at_import(cfg: Config) -> dict[str, str]:
     return variables | {name: str(value) for name, value in cfg.cluster.env.items()}
 
 
-def of_rank(cfg: Config, where: Place) -> dict[str, str]:
-    """Everything that the worker sets in a rank, import-time variables included."""
-    variables = at_import(cfg) | nccl.environment(cfg.nccl)
+def of_rank(cfg: Config, where: Place, nccl_log: Path | None = None) -> dict[str, str]:
+    """Everything that the worker sets in a rank, import-time variables included. ``nccl_log``: see ``comm.nccl``."""
+    variables = at_import(cfg) | nccl.environment(cfg.nccl, nccl_log)
     variables |= {
         "RANK": str(where.rank),
         "LOCAL_RANK": str(where.local_rank),

@@ -135,7 +135,11 @@ def _train(spec: RankSpec, run: RunFolder, preloaded: bool, stop: StopRequest | 
         where = environment.place(
             cfg, spec.rank, master_addr=spec.master_addr, master_port=spec.master_port, devices=spec.devices
         )
-    variables = environment.of_rank(cfg, where)
+    nccl_log = run.nccl_log(spec.rank)
+    if cfg.nccl.record:
+        with contextlib.suppress(OSError):
+            nccl_log.unlink(missing_ok=True)  # an earlier attempt's must not pass for this one's
+    variables = environment.of_rank(cfg, where, nccl_log)
     os.environ.update(variables)
     runtime: dict[str, Any] = {
         "environment": dict(sorted(variables.items())),

@@ -100,6 +100,10 @@ class RunFolder:
         """Where a failing rank leaves ``{rank, type, message, traceback, time}``."""
         return self.path / "logs" / f"rank_{rank}.error.json"
 
+    def nccl_log(self, rank: int) -> Path:
+        """Where NCCL writes in a rank, with nccl.record=true; the last attempt's."""
+        return self.path / "logs" / f"nccl_rank_{rank}.log"
+
     @property
     def launcher_log(self) -> Path:
         """Where the launcher of this run writes."""

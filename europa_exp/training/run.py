@@ -19,6 +19,7 @@ from europa_exp.runs.metrics import MetricsWriter
 from europa_exp.runs.tracking import open_tracker
 from europa_exp.training.assemble import build_trainer
 from europa_exp.training.metrics import Sink
+from europa_exp.training.nccl_record import NcclRecord
 from europa_exp.training.stopping import Stopped
 
 
@@ -40,8 +41,7 @@ def train(cfg: schema.Config, run: RunFolder, runtime: dict[str, Any]) -> None:
     asked = runtime.pop("stop", None)
     torch.set_num_threads(cfg.cluster.threads_per_rank)
     is_first = int(os.environ["RANK"]) == 0
-    if is_first:
-        _write_runtime(run, cfg, runtime)
+    nccl_record = NcclRecord(run, _write_runtime(run, cfg, runtime)) if is_first else None
     # W&B starts in a thread of its own while the trainer is built.
     tracker = open_tracker(run, cfg) if is_first else None
     writer = MetricsWriter(run.metrics_file) if is_first else None
@@ -49,6 +49,9 @@ def train(cfg: schema.Config, run: RunFolder, runtime: dict[str, Any]) -> None:
     try:
         trainer, counter = build_trainer(cfg, run.path)
         sinks: list[Sink] = [] if writer is None or tracker is None else [writer.write, tracker.log]
+        if nccl_record is not None:
+            # By the first logged step every group has its communicator and every connection is made.
+            sinks.append(nccl_record)
         if asked is not None:
             trainer.stop_when(asked)
         trainer.metrics_processor.attach(sinks, lambda: step_metrics(counter.take()))
@@ -61,6 +64,8 @@ def train(cfg: schema.Config, run: RunFolder, runtime: dict[str, Any]) -> None:
         trainer.close()
         raise
     finally:
+        if nccl_record is not None:
+            nccl_record()
         if writer is not None:
             writer.close()
         if tracker is not None:
@@ -68,11 +73,14 @@ def train(cfg: schema.Config, run: RunFolder, runtime: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def _write_runtime(run: RunFolder, cfg: schema.Config, runtime: dict[str, Any]) -> None:
+def _write_runtime(run: RunFolder, cfg: schema.Config, runtime: dict[str, Any]) -> dict[str, Any]:
+    """Write down what this rank met, and return it."""
     device_type = device.device_type()
     notes = list(runtime.get("notes", []))
     if device_type == "cpu" and cfg.nccl != schema.Nccl():
         note = "the collectives are gloo's, so the nccl settings have no effect here"
+        if cfg.nccl.record:
+            note += ", and nccl.record=true recorded nothing"
         logger.warning(note)
         notes.append(note)
     record = {
@@ -86,5 +94,7 @@ def _write_runtime(run: RunFolder, cfg: schema.Config, runtime: dict[str, Any]) 
     }
     if device_type != "cpu":
         record["device_name"] = torch.get_device_module(device_type).get_device_name()
-        record["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if device_type == "cuda" else None
+        if device_type == "cuda":
+            record["nccl"] = {"version": ".".join(map(str, torch.cuda.nccl.version()))}
     run.write_runtime(record)
+    return record

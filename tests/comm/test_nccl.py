@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +16,21 @@ def test_unset_fields_leave_nccl_alone():
 
 
 def test_every_field_has_its_variable():
-    values = {f.name: 7 for f in dataclasses.fields(Nccl) if f.name != "extra"}
+    values = {f.name: 7 for f in dataclasses.fields(Nccl) if f.name not in ("extra", "record")}
     assert environment(Nccl(**values)) == {f"NCCL_{name.upper()}": "7" for name in values}
+
+
+def test_recording_makes_nccl_say_what_it_takes():
+    assert environment(Nccl(record=True)) == {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,BOOTSTRAP"}
+    chosen = Nccl(record=True, debug="TRACE", extra={"NCCL_DEBUG_SUBSYS": "INIT,ENV,TUNING"})
+    assert environment(chosen) == {"NCCL_DEBUG": "TRACE", "NCCL_DEBUG_SUBSYS": "INIT,ENV,TUNING"}
+
+
+def test_the_log_goes_where_it_is_told_even_to_odd_places():
+    assert (
+        environment(Nccl(record=True), Path("/runs/a%h/nccl.log"))["NCCL_DEBUG_FILE"] == "/runs/a%%h/nccl.log"
+    )
+    assert "NCCL_DEBUG_FILE" not in environment(Nccl(debug="INFO"), Path("/runs/nccl.log"))
 
 
 def test_extra_takes_any_other_variable():

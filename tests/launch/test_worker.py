@@ -116,6 +116,22 @@ def test_other_ranks_leave_the_record_alone(run):
     assert run.runtime() == {}
 
 
+def test_nccl_writes_into_the_run_folder_when_it_is_to_be_recorded(tmp_path, run):
+    assert "NCCL_DEBUG_FILE" not in environment_of(run)
+    cfg = config()
+    cfg.nccl.record = True
+    run = make_runs(tmp_path / "recorded", cfg)[0]
+    run.nccl_log(0).write_text("of an earlier attempt")
+    found = environment_of(run)
+    assert (found["NCCL_DEBUG"], found["NCCL_DEBUG_FILE"]) == ("INFO", str(run.nccl_log(0)))
+    assert not run.nccl_log(0).exists()
+
+
+def environment_of(run: RunFolder) -> dict[str, str]:
+    assert be_rank(run, "fine", rank=0).returncode == 0
+    return run.runtime()["environment"]
+
+
 def test_a_folder_that_is_gone(run):
     assert be_rank(run, "no_folder").returncode == 1
     done = be_rank(run, "fine")
