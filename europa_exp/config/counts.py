@@ -119,6 +119,11 @@ def dense_layer_bytes(model: Model, *, ranks: int = 1, width: int = 2) -> float:
     return (attention_params(model) + router_params(model)) * width / ranks
 
 
+def node_local_bytes(model: Model, parallelism: Parallelism, *, width: int = 2) -> float:
+    """Bytes a rank of all layers' dense weights, sharded over the ranks of a node: what ``comm.node_local_reshard`` holds."""
+    return model.n_layers * dense_layer_bytes(model, ranks=parallelism.gpus_per_node, width=width)
+
+
 def expert_gather_bytes(
     model: Model, parallelism: Parallelism, gather: ExpertAllGather, *, width: int = 2
 ) -> float:

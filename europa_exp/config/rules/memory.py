@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from europa_exp.config import counts
@@ -27,15 +27,19 @@ class Need:
     gathered: float
     """One layer's expert weights, gathered in the precision of the computation."""
 
+    kept: float = 0
+    """Dense weights of all layers that comm.node_local_reshard keeps for backward."""
+
     @property
     def total(self) -> float:
-        return self.state + self.activations + self.gathered
+        return self.state + self.activations + self.gathered + self.kept
 
     def __str__(self) -> str:
         parts = [
             f"state {gib(self.state)}" if self.state else "",
             f"layer inputs {gib(self.activations)}" if self.activations else "",
             f"one layer's experts {gib(self.gathered)}" if self.gathered else "",
+            f"dense weights kept in the node {gib(self.kept)}" if self.kept else "",
         ]
         return " + ".join(p for p in parts if p)
 
@@ -43,10 +47,12 @@ class Need:
 def need(cfg: Config) -> Need:
     """The lower bound of one rank, wherever it is kept."""
     width = counts.element_bytes(cfg.training.param_precision)
+    kept = cfg.comm.node_local_reshard
     return Need(
         state=counts.state_bytes_per_rank(cfg.model, cfg.parallelism),
         activations=counts.boundary_activation_bytes(cfg.model, cfg.training),
         gathered=counts.expert_gather_bytes(cfg.model, cfg.parallelism, ExpertAllGather.bf16, width=width),
+        kept=counts.node_local_bytes(cfg.model, cfg.parallelism, width=width) if kept else 0,
     )
 
 
@@ -54,7 +60,7 @@ def split(cfg: Config) -> tuple[Need, Need]:
     """The lower bound of one rank: on its device, on its host."""
     n = need(cfg)
     if cfg.offload.fsdp_cpu:
-        return Need(0, n.activations, n.gathered), Need(n.state, 0, 0)
+        return replace(n, state=0), Need(n.state, 0, 0)
     return n, Need(0, 0, 0)
 
 
@@ -74,6 +80,7 @@ def machine_bytes() -> int | None:
 @reads(
     "model",
     "parallelism",
+    "comm.node_local_reshard",
     "offload",
     "training.seq_len",
     "training.local_batch_size",
@@ -83,7 +90,7 @@ def machine_bytes() -> int | None:
     "cluster.host_memory_gib",
 )
 def memory(cfg: Config) -> Iterator[Problem]:
-    """State, layer inputs and one layer's experts fit where they are kept."""
+    """State, layer inputs, one layer's experts and kept dense weights fit where they are."""
     cluster, local = cfg.cluster, cfg.cluster.executor is Executor.local
     on_device, on_host = split(cfg)
     if cluster.device_memory_gib is not None:
@@ -134,6 +141,8 @@ def _way_out(cfg: Config, n: Need, last: str, *, local: bool = False) -> str:
         ]
     else:
         ways = [f"raise parallelism.expert_parallel_degree={cfg.parallelism.expert_parallel_degree}"]
+    if n.kept:
+        ways.append("free the dense weights after forward (comm.node_local_reshard=false)")
     small = ["take a smaller model (model=debug)"] if local else []
     text = ", or ".join([*small, *ways, last])
     return text[0].upper() + text[1:]
