@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 EXPERT_PARAMETERS = frozenset({"w1_EFD", "w2_EDF", "w3_EFD"})
@@ -112,6 +113,51 @@ class Group:
         In place of a parameter of `Comm.allocate` that says what the buffer is for; when there is one, this goes.
         """
         return self.fsdp.device_handle.current_stream() == self.fsdp.comm_ctx.reduce_scatter_stream
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The sharded parameters, as the model's `parameters()` gives them between two passes; their gradients are the reduced
+        shards of this rank."""
+        return [param.sharded_param for param in self.fsdp.fsdp_params]
+
+    @property
+    def device(self) -> torch.device:
+        """Where gradients are reduced."""
+        return self.fsdp.device
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether FSDP copies reduced gradients to the host."""
+        return isinstance(self.fsdp.offload_policy, CPUOffloadPolicy)
+
+    @property
+    def reduce_stream(self) -> Any:
+        """The stream whose memory pool reduced gradients come from."""
+        return self.fsdp.comm_ctx.reduce_scatter_stream
+
+    def division_to_come(self, dtype: torch.dtype) -> float:
+        """What FSDP divides a reduced gradient of `dtype` by after the all-reduce hook has seen it; 1 for no division.
+
+        In place of a hook that runs after the division; when `set_all_reduce_hook` offers one, this goes.
+        """
+        info = self.fsdp.mesh_info
+        _, after, _, _ = _get_gradient_divide_factors(
+            self.fsdp._reduce_scatter_process_group if isinstance(info, FSDPMeshInfo) else None,
+            self.fsdp._all_reduce_process_group if isinstance(info, DDPMeshInfo) else None,
+            dtype,
+            self.device.type,
+            self.fsdp.gradient_divide_factor,
+            self.fsdp.force_sum_reduction_for_comms,
+        )
+        return 1.0 if after is None else after
+
+    def reduced_numel(self) -> int:
+        """Values in the reduced buffers of all parameters that have a gradient now, with FSDP's padding of uneven shards."""
+        return sum(
+            param.padded_sharded_param_size.numel()
+            for param in self.fsdp.fsdp_params
+            if param.sharded_param.grad is not None
+        )
 
 
 def groups(model: nn.Module) -> list[Group]:
@@ -237,3 +283,12 @@ def set_asynchronous_gather(model: nn.Module) -> None:
                 module.set_unshard_async_op(True)
             else:
                 module._set_unshard_async_op(True)
+
+
+def set_all_reduce_hook(group: Group, hook: Callable[[torch.Tensor], None]) -> None:
+    """Let `group` call `hook` with each reduced buffer, on the all-reduce stream; the same gap in the public setter as for
+    `set_all_gather`."""
+    if _only_group(group):
+        group.module.set_all_reduce_hook(hook)
+    else:
+        group.fsdp._all_reduce_hook = hook

@@ -7,11 +7,18 @@ is left out, so one mistake gives one message. Nothing here imports torch or wri
 from __future__ import annotations
 
 from europa_exp.config.errors import Problem
-from europa_exp.config.rules import Rule, checkpoints, cluster, layout, memory, names
+from europa_exp.config.rules import Rule, checkpoints, cluster, layout, memory, names, resharding
 from europa_exp.config.rules.values import check_values
 from europa_exp.config.schema import Config
 
-RULES: list[Rule] = [*layout.RULES, *names.RULES, *checkpoints.RULES, *cluster.RULES, *memory.RULES]
+RULES: list[Rule] = [
+    *layout.RULES,
+    *names.RULES,
+    *checkpoints.RULES,
+    *cluster.RULES,
+    *resharding.RULES,
+    *memory.RULES,
+]
 
 
 def check(cfg: Config) -> list[Problem]:
