@@ -94,6 +94,35 @@ class Group:
         return self.fsdp._reduce_scatter_comm
 
     @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same shard (HSDP); None without replication."""
+        return getattr(self.fsdp.mesh_info, "replicate_process_group", None)
+
+    def dimension(self, process_group: dist.ProcessGroup) -> str | None:
+        """The mesh dimension that this group gathers, reduces or replicates over with `process_group`.
+
+        None for a process group of something else, or of a mesh whose dimensions have no names. FSDP keeps its meshes in
+        private attributes; when `FSDPModule` can be asked for them, this method reads them there.
+        """
+        for info in (self.fsdp.mesh_info, self.fsdp.post_forward_mesh_info):
+            if info is None or not info.mesh.mesh_dim_names:
+                continue
+            dimensions = (
+                ("shard_process_group", "shard_mesh_dim"),
+                ("reduce_scatter_process_group", "shard_mesh_dim"),
+                ("replicate_process_group", "replicate_mesh_dim"),
+            )
+            for held, dim in dimensions:
+                if getattr(info, held, None) is process_group:
+                    return info.mesh.mesh_dim_names[getattr(info, dim)]
+        return None
+
+    @property
+    def all_reduce_stream(self) -> Any:
+        """The stream on which gradients are reduced across replicas; FSDP has no public name for it."""
+        return self.fsdp.comm_ctx.all_reduce_stream
+
+    @property
     def param_dtype(self) -> torch.dtype:
         """What parameters are gathered in; their gradients have the same dtype."""
         return self.fsdp.mp_policy.param_dtype or self.fsdp.fsdp_params[0].sharded_param.dtype
@@ -122,7 +151,7 @@ class Group:
 
     @property
     def device(self) -> torch.device:
-        """Where gradients are reduced."""
+        """Where parameters are gathered and gradients are reduced."""
         return self.fsdp.device
 
     @property
@@ -243,7 +272,9 @@ def keep_after_forward(kept: Sequence[Group], ranks: int) -> None:
                     "along its first dimension"
                 )
     device = kept[0].fsdp.mesh_info.mesh.device_type
-    blocks = DeviceMesh(device, torch.arange(dist.get_world_size()).view(-1, ranks))
+    blocks = DeviceMesh(
+        device, torch.arange(dist.get_world_size()).view(-1, ranks), mesh_dim_names=("nodes", "node")
+    )
     info = HSDPMeshInfo(blocks, shard_mesh_dim=1, replicate_mesh_dim=0)
     for group in kept:
         group.fsdp.post_forward_mesh_info = info
@@ -285,10 +316,19 @@ def set_asynchronous_gather(model: nn.Module) -> None:
                 module._set_unshard_async_op(True)
 
 
-def set_all_reduce_hook(group: Group, hook: Callable[[torch.Tensor], None]) -> None:
-    """Let `group` call `hook` with each reduced buffer, on the all-reduce stream; the same gap in the public setter as for
-    `set_all_gather`."""
+def add_all_reduce_hook(group: Group, hook: Callable[[torch.Tensor], None]) -> None:
+    """Let `group` call `hook` with each reduced buffer, on the all-reduce stream, after the hooks that it calls already.
+
+    The same gap in the public setter as for `set_all_gather`. Besides, FSDP keeps one hook, and has no public way to read it.
+    """
+    before = group.fsdp._all_reduce_hook
+
+    def both(reduced: torch.Tensor) -> None:
+        if before is not None:
+            before(reduced)
+        hook(reduced)
+
     if _only_group(group):
-        group.module.set_all_reduce_hook(hook)
+        group.module.set_all_reduce_hook(both)
     else:
-        group.fsdp._all_reduce_hook = hook
+        group.fsdp._all_reduce_hook = both
