@@ -234,7 +234,7 @@ def test_a_record_is_data(submitted, line, part):
         (["rerun=RUN", "rerun=RUN"], ["once"]),
         (["rerun=RUN", "experiment=ladder/00_baseline"], ["experiment", "groups"]),
         (["rerun=RUN", "nccl.max_cta=3"], ["nccl.max_ctas"]),
-        (["rerun=RUN", "comm=fp9"], ["bf16, fp8"]),
+        (["rerun=RUN", "comm=fp9"], ["bf16, bf16_a2a, fp8, fp8_a2a"]),
         (["rerun=RUN", "nccl.max_ctas=0"], ["1 to 64"]),
         (["rerun=RUN", "training.steps=${nowhere}"], ["training.steps", "nowhere"]),
         (["rerun=RUN", "hydra.verbose=true"], ["hydra.verbose"]),

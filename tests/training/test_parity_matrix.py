@@ -1,0 +1,167 @@
+"""Every combination of the communication mechanisms, on real ranks, against torchtitan's own trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from compose import composed
+from ranks import run_ranks
+
+from europa_exp.config import io
+
+pytestmark = pytest.mark.slow
+
+STEPS = 10
+COMMON = (
+    f"training.steps={STEPS}",
+    "training.seq_len=64",
+    "training.local_batch_size=1",
+    # Never clips: a norm that differs in its last digit must not hide that gradients are equal in every bit.
+    "optimizer.max_grad_norm=1000",
+)
+EIGHT_RANKS = (
+    "parallelism.nodes=2",
+    "parallelism.gpus_per_node=4",
+    "parallelism.data_parallel_shard_degree=8",
+    "parallelism.expert_parallel_degree=4",
+)
+GATHERS = ("comm.expert_all_gather=bf16", "comm.expert_all_gather=fp8")
+REDUCES = ("comm.gradient_reduce=reduce_scatter", "comm.gradient_reduce=bf16_all_to_all")
+# The others promise not to change a bit of any gradient.
+NORMS = (
+    (),
+    ("optimizer.grad_norm=in_backward",),
+    ("optimizer.grad_norm=in_backward", "comm.gradient_release_lag=2"),
+)
+EXACT = [
+    (*reshard, *embedding, *norm, *pools)
+    for reshard, embedding, norm, pools in product(
+        ((), ("comm.node_local_reshard=true",)),
+        ((), ("comm.embedding_gather_in_backward=false",)),
+        NORMS,
+        ((), ("allocator=stream_pools",)),
+    )
+]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one rank saw: losses and norms over all ranks, and its shards of the first step's gradients."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, np.ndarray]
+
+    def loss_differs_by(self, other: Trained) -> float:
+        return max(abs(mine - its) for mine, its in zip(self.losses, other.losses, strict=True))
+
+    def same_gradients(self, other: Trained) -> bool:
+        assert self.gradients.keys() == other.gradients.keys()
+        return all(np.array_equal(self.gradients[name], other.gradients[name]) for name in self.gradients)
+
+
+def train_plain(frozen: str, folder: str) -> Trained:
+    """torchtitan's trainer with its own metrics, on our model and data; no mechanism of ours."""
+    from torchtitan.components.metrics import MetricsProcessor
+    from torchtitan.trainer import Trainer
+
+    from europa_exp.cpu import device
+    from europa_exp.model import model_spec
+    from europa_exp.training.assemble import after_parallelize
+    from europa_exp.training.trainer_config import trainer_config
+
+    cfg = io.from_yaml(frozen)
+    spec = after_parallelize(model_spec(cfg.model, device_type="cpu"), device.prepare_model)
+    config = trainer_config(cfg, spec, Path(folder))
+    return watched(Trainer(replace(config, metrics=MetricsProcessor.Config(log_freq=1))))
+
+
+def train_each(frozen: Sequence[str], folder: str) -> list[Trained]:
+    """Our trainer with every configuration in turn, in the same processes."""
+    from europa_exp.training.assemble import build_trainer
+
+    results = []
+    for text in frozen:
+        trainer, _ = build_trainer(io.from_yaml(text), Path(folder))
+        results.append(watched(trainer))
+        dist.destroy_process_group()
+    return results
+
+
+def watched(trainer: Any) -> Trained:
+    losses: list[float] = []
+    norms: list[float] = []
+    gradients: dict[str, np.ndarray] = {}
+    log, step = trainer.metrics_processor.log, trainer.optimizers.step
+
+    def logged(at: int, loss: float, highest: float, norm: float, **kwargs: Any) -> None:
+        losses.append(loss)
+        norms.append(norm)
+        log(at, loss, highest, norm, **kwargs)
+
+    def stepped(*args: Any, **kwargs: Any) -> None:
+        if not gradients:
+            for name, param in trainer.model_parts[0].named_parameters():
+                assert param.grad is not None, name
+                gradients[name] = param.grad.to_local().numpy().copy()
+        step(*args, **kwargs)
+
+    trainer.metrics_processor.log, trainer.optimizers.step = logged, stepped
+    trainer.train()
+    trainer.close()
+    return Trained(losses, norms, gradients)
+
+
+def configurations(
+    gather: str, reduce: str, layout: Sequence[str] = (), exact: Sequence[Any] = EXACT
+) -> list[str]:
+    return [io.to_yaml(composed(*COMMON, *layout, gather, reduce, *others)) for others in exact]
+
+
+def compare(
+    folder: Path, world: int, layout: Sequence[str], gather: str, reduce: str, exact: Sequence[Any]
+) -> None:
+    plain = run_ranks(world, train_plain, io.to_yaml(composed(*COMMON, *layout)), str(folder))
+    ranks = run_ranks(
+        world, train_each, configurations(gather, reduce, layout, exact), str(folder), timeout=580
+    )
+    for rank, (reference, results) in enumerate(zip(plain, ranks, strict=True)):
+        same_arithmetic = results[0]
+        for others, result in zip(exact, results, strict=True):
+            where = f"rank {rank}, {gather} {reduce} {' '.join(others)}"
+            assert len(result.losses) == STEPS, where
+            assert result.loss_differs_by(reference) <= 0.01, where
+            # Among runs of the same gather and reduction, and against plain FSDP where those are its own.
+            assert result.same_gradients(same_arithmetic), where
+            assert result.losses == same_arithmetic.losses, where
+            assert result.norms == pytest.approx(same_arithmetic.norms, rel=1e-5), where
+            if gather == GATHERS[0] and reduce == REDUCES[0]:
+                assert result.same_gradients(reference), where
+                assert result.losses == reference.losses, where
+                assert result.norms == pytest.approx(reference.norms, rel=1e-5), where
+            elif gather == GATHERS[0]:
+                # The same bf16 gradients, summed in fp32 in another order.
+                for name, gradient in result.gradients.items():
+                    np.testing.assert_allclose(gradient, reference.gradients[name], rtol=1e-5, atol=1e-7)
+        if gather == GATHERS[1]:
+            assert not same_arithmetic.same_gradients(reference), "the gathered weights were not quantised"
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize("gather", GATHERS)
+def test_all_combinations_on_four_ranks(tmp_path: Path, gather: str, reduce: str) -> None:
+    compare(tmp_path, 4, (), gather, reduce, EXACT)
+
+
+@pytest.mark.parametrize(
+    ("gather", "reduce"), [(GATHERS[0], REDUCES[0]), (GATHERS[1], REDUCES[1])], ids=["exact", "everything"]
+)
+def test_nothing_and_everything_on_eight_ranks(tmp_path: Path, gather: str, reduce: str) -> None:
+    compare(tmp_path, 8, EIGHT_RANKS, gather, reduce, [EXACT[0], EXACT[-1]])
