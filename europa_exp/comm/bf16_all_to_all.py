@@ -26,7 +26,7 @@ from .fsdp_groups import Group, groups, set_reduce_dtype, set_reduce_scatter
 logger = logging.getLogger(__name__)
 
 # A CPU's torch.sum first converts all of its input to fp32; columns at a time bound that copy.
-_CPU_COLUMNS = 2**16
+_CPU_COLUMNS = 2**14
 
 
 def apply_bf16_all_to_all(
