@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from composing import ROOT, call, copied_root, overrides, plan
 
@@ -61,21 +63,34 @@ def test_the_example_zips_and_excludes():
 
 
 def test_the_ladder_climbs():
+    """Its rungs are held to what they say in tests/config/test_ladder.py."""
     points = plan("+sweeps=throughput_ladder", multirun=True).points
     told = [
         (
             p.cfg.training.activation_checkpoint.name,
             p.cfg.comm.expert_all_gather.name,
+            p.cfg.comm.gradient_reduce.name,
             p.cfg.nccl.max_ctas,
         )
         for p in points
     ]
     assert told == [
-        ("selective", "bf16", None),
-        ("full", "bf16", None),
-        ("full", "fp8", None),
-        ("full", "fp8", 16),
+        ("selective", "bf16", "reduce_scatter", None),
+        ("full", "bf16", "reduce_scatter", None),
+        ("full", "fp8", "reduce_scatter", None),
+        *[("full", "fp8", "bf16_all_to_all", None)] * 4,
+        ("full", "fp8", "bf16_all_to_all", 16),
     ]
+
+
+def test_the_ladder_can_be_seen_at_its_published_size_as_its_file_says():
+    text = (ROOT / "sweeps" / "throughput_ladder.yaml").read_text()
+    (typed,) = re.findall(r"#   python launch\.py (.*) \\\n#     (.*launch\.preview=true)\n", text)
+    result = call(*" ".join(typed).split())
+    assert (result.code, result.err) == (0, "")
+    rows = [line for line in result.out.splitlines() if line.startswith("flavor=europa_1t")]
+    assert [line.split()[-4:] for line in rows] == [["384", "1", "96", "96"]] * 8
+    assert "training.seq_len=8192" in result.out
 
 
 def test_europa_1t_is_composed_and_checked_for_its_machine():
@@ -115,7 +130,7 @@ def test_values_are_taken_as_they_are(write_sweep):
 
 def test_params_take_lists_of_values_and_hydras_grammar(write_sweep):
     root = write_sweep(
-        "params:\n  tracking.notes: ['a,b']\n  nccl.max_ctas: range(8,10)\n  comm: glob(*)\n  training.seed: 3\n"
+        "params:\n  tracking.notes: ['a,b']\n  nccl.max_ctas: range(8,10)\n  comm: glob(bf16*)\n  training.seed: 3\n"
     )
     found = mine(root)
     assert len(found.points) == 4
@@ -152,7 +167,7 @@ GRID = "params:\n  comm: [bf16, fp8]\n"
 WRONG = [
     ("parms:\n  comm: [bf16]\n", ["mine", "parms", "params"]),
     ("params:\n  com: [bf16, fp8]\n", ["com=", "comm"]),
-    ("params:\n  comm: [bf16, fp9]\n", ["comm='fp9'", "bf16, fp8"]),
+    ("params:\n  comm: [bf16, fp9]\n", ["comm='fp9'", "bf16, bf16_a2a, fp8"]),
     ("params: [a]\n", ["params"]),
     ("points:\n  comm: fp8\n", ["points", "list"]),
     ("points:\n  - fp8\n", ["points", "list"]),
@@ -162,7 +177,7 @@ WRONG = [
     (GRID + GRID, ["mine.yaml", "duplicate", "params"]),
     (GRID + "  x: [\n", ["mine.yaml"]),
     (GRID + "exclude:\n  - {com: fp8}\n", ["exclude, entry 1", "com=", "comm"]),
-    (GRID + "exclude:\n  - {comm: fp9}\n", ["exclude, entry 1", "bf16, fp8"]),
+    (GRID + "exclude:\n  - {comm: fp9}\n", ["exclude, entry 1", "bf16, bf16_a2a, fp8"]),
     (GRID + "exclude:\n  - {nccl.max_ctas: many}\n", ["exclude, entry 1", "whole number"]),
     (GRID + "exclude:\n  - {}\n", ["exclude", "list of mappings"]),
     (GRID + "exclude:\n  - {comm: [bf16, fp8]}\n", ["all 2 points"]),
