@@ -7,7 +7,7 @@ is left out, so one mistake gives one message. Nothing here imports torch or wri
 from __future__ import annotations
 
 from europa_exp.config.errors import Problem
-from europa_exp.config.rules import Rule, checkpoints, cluster, layout, memory, names, resharding
+from europa_exp.config.rules import Rule, checkpoints, cluster, gradients, layout, memory, names, resharding
 from europa_exp.config.rules.values import check_values
 from europa_exp.config.schema import Config
 
@@ -16,6 +16,7 @@ RULES: list[Rule] = [
     *names.RULES,
     *checkpoints.RULES,
     *cluster.RULES,
+    *gradients.RULES,
     *resharding.RULES,
     *memory.RULES,
 ]
