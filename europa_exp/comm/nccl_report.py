@@ -76,7 +76,7 @@ class Report:
     """In the order of their creation."""
 
     collectives: dict[str, int] = field(default_factory=dict)
-    """Kind of collective -> most channels that one used. Only with ``+nccl.extra.NCCL_DEBUG_SUBSYS=INIT,ENV,TUNING``, where
+    """Kind of collective -> most channels that one used. Only with ``'nccl.extra.NCCL_DEBUG_SUBSYS="INIT,ENV,TUNING"'``, where
     NCCL writes a line for each collective."""
 
     remarks: list[str] = field(default_factory=list)
