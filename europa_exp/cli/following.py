@@ -71,10 +71,21 @@ def status(
         _print(found)
     if left_out and not watch:
         print(f"{left_out} older runs that have ended are left out; `europa list` shows them.")
+    if runs and not watch:
+        _print_checkpoints(chosen)
     bad = [s for s in found.standings if s.bad]
     if bad:
         print(f"Next: europa why {bad[0].run.name}")
         raise typer.Exit(1)
+
+
+def _print_checkpoints(chosen: "Sequence[RunFolder]") -> None:
+    """Of runs that were named: where their checkpoints lie, and what is left of them."""
+    from europa_exp.runs import checkpoints
+
+    for run in chosen:
+        if (saved := checkpoints.describe(run)) is not None:
+            print(f"checkpoints of {run.name}: {saved}")
 
 
 def _print(found: "Survey") -> None:

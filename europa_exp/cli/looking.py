@@ -215,7 +215,10 @@ def _files(run: "RunFolder") -> list[tuple[str, str]]:
             found.append((label, str(path.relative_to(run.path))))
     for path in sorted(run.path.glob("logs/rank_*.error.json")):
         found.append(("error", str(path.relative_to(run.path))))
-    found += [("checkpoints", "checkpoints/")] if run.checkpoints.is_dir() else []
+    from europa_exp.runs import checkpoints
+
+    if (saved := checkpoints.describe(run)) is not None:
+        found.append(("checkpoints", saved))
     return found + ([("W&B", "wandb/")] if run.wandb_dir.is_dir() else [])
 
 
@@ -225,13 +228,13 @@ def compare(
         list[str] | None,
         typer.Argument(
             metavar="RUN",
-            help="Folders, names, unique prefixes, or hashes (all runs of it). Without any: a sweep.",
+            help="Folders, names, unique prefixes, or hashes (all runs of it). Without any: the latest sweep or repeats.",
         ),
     ] = None,
     runs_dir: RunsDir = RUNS,
     sweep: Annotated[
         str | None,
-        typer.Option("--sweep", help="All runs of this sweep; without RUN the default is the latest."),
+        typer.Option("--sweep", help="All runs of this sweep."),
     ] = None,
     by: Annotated[
         str,
@@ -254,17 +257,19 @@ def compare(
     A row is one experiment; runs that differ in nothing but a seed are its repeats.
     """
     from europa_exp.runs import compare as comparing
-    from europa_exp.runs.lookup import find_all, find_many, find_sweep
+    from europa_exp.runs.lookup import find_all, find_many, find_sweep, latest_group
     from europa_exp.runs.table import FORMATS
     from europa_exp.runs.table import show as show_table
 
     if format not in FORMATS:
         raise comparing.CompareError(f"format={format}: must be one of {', '.join(FORMATS)}")
     title, chosen = "", find_many(runs_dir, runs or [])
-    if sweep is not None or not runs:
+    if sweep is not None:
         name, members = find_sweep(runs_dir, sweep)
         title = f"sweep {name}"
         chosen = list(dict.fromkeys([*chosen, *members]))
+    elif not runs:
+        title, chosen = latest_group(runs_dir)
     found = comparing.compare(
         chosen,
         by=by.split(","),

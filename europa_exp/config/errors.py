@@ -30,11 +30,15 @@ class Problem:
     way_out: str
     """What to type instead."""
 
+    listed: tuple[str, ...] = ()
+    """What there is to choose from, one a line."""
+
     def __str__(self) -> str:
         way_out = self.way_out.rstrip(". ")
         end = "" if way_out.endswith("?") else "."
         text = f"{self.field}={show(self.value)}: {self.rule.rstrip('. ')}. {way_out}{end}"
-        return " ".join(line.strip() for line in text.splitlines())
+        lines = (text, *self.listed)
+        return "\n      ".join(" ".join(part.strip() for part in line.splitlines()) for line in lines)
 
 
 class ConfigError(Exception):

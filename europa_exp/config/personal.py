@@ -115,7 +115,9 @@ def _written_out(folder: Any) -> Any:
         return folder
     path = os.path.expandvars(os.path.expanduser(folder))
     if path.startswith("~") or "$" in path:
-        raise Invalid(f"{path} stands for no folder in this shell", "Write the path itself, or export the variable")
+        raise Invalid(
+            f"{path} stands for no folder in this shell", "Write the path itself, or export the variable"
+        )
     return path
 
 

@@ -158,6 +158,8 @@ def report(
         print(f"Next: europa why {ended_badly.run.name}{where}")
     if len(rows) > 1 and sweep and completed:
         print(f"Next: europa compare --sweep {sweep}{where}")
+    elif len(completed) > 1:  # repeats of one experiment
+        print(f"Next: europa compare {completed[0].run.provenance().get('identity')}{where}")
     elif completed:
         print(f"Next: europa show {completed[0].run.name}{where}")
     if interrupted:

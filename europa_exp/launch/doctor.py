@@ -56,6 +56,8 @@ def examine(conf: Path, overrides: Sequence[str]) -> Iterator[Finding]:
     if cfg.cluster.modules:
         yield modules(cfg.cluster)
     yield runs_folder(Path(cfg.launch.runs_dir))
+    if cfg.cluster.checkpoint_dir is not None:
+        yield checkpoint_folder(Path(cfg.cluster.checkpoint_dir))
     yield from packages(cfg.cluster)
     yield tracking(cfg)
     yield code()
@@ -150,7 +152,16 @@ def modules(cluster: Cluster) -> Finding:
 
 def runs_folder(path: Path) -> Finding:
     """Whether run folders can be made; the folder itself is not made if it isn't there."""
-    subject, place = "runs folder", path.absolute()
+    return _folder("runs folder", path)
+
+
+def checkpoint_folder(path: Path) -> Finding:
+    """Whether checkpoints can be written there, and for how many files and bytes there is room."""
+    return _folder("checkpoint folder", path)
+
+
+def _folder(subject: str, path: Path) -> Finding:
+    place = path.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
     where = f"{path.absolute()}" + ("" if place == path.absolute() else f" (to be made in {place})")
@@ -160,7 +171,9 @@ def runs_folder(path: Path) -> Finding:
     except OSError as error:
         return Finding(Health.missing, subject, f"{where}: can't be written ({error.strerror})")
     free = shutil.disk_usage(place).free / 2**30
-    return Finding(Health.ok, subject, f"{where}, {free:,.0f} GiB free")
+    inodes = os.statvfs(place).f_favail  # 0 where the file system counts none
+    more = f" and {inodes:,} inodes" if inodes else ""
+    return Finding(Health.ok, subject, f"{where}, {free:,.0f} GiB{more} free")
 
 
 def packages(cluster: Cluster) -> Iterator[Finding]:

@@ -93,7 +93,8 @@ def find_record(text: str, runs_dir: str | Path) -> Record:
 
 
 def _not_found(text: str, reason: str) -> ConfigError:
-    return refuse("rerun", text, reason, f"Give {ACCEPTED}")
+    rule, *listed = reason.splitlines() or [reason]
+    return ConfigError([("", Problem("rerun", text, rule.rstrip(":"), f"Give {ACCEPTED}", tuple(listed)))])
 
 
 # ----------------------------------------------------------------------------------------------------------- composing

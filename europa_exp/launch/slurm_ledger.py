@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -21,7 +19,7 @@ from europa_exp.config.schema import Cluster, Config
 from europa_exp.launch import failure, host_memory, slurm_task
 from europa_exp.launch.failure import Failure
 from europa_exp.launch.slurm_task import Task
-from europa_exp.runs import attempts
+from europa_exp.runs import attempts, checkpoints
 from europa_exp.runs.attempts import STOPPED, Reason
 from europa_exp.runs.files import append_line, read_lines, replace_text
 from europa_exp.runs.folder import RunFolder
@@ -58,7 +56,7 @@ class Ledger:
         return not any(a.get("start") == self.task.start for a in attempts.attempts_of(status))
 
     def begin(self, cfg: Config) -> None:
-        """The first task: open the attempt, unless there were too many."""
+        """The first task: open the attempt. Raises TooManyAttemptsError, and RunFolderError when what was saved is gone."""
         task, run = self.task, self.run
         number = attempts.open_attempt(
             run.path, job_id=task.job_id, start=task.start, nodes=list(task.nodes), lost=self._why_lost()
@@ -71,11 +69,14 @@ class Ledger:
         run.set_state(
             State.running, pid=None, host=task.host, error=None, exit_codes={}, ended_at=None, reason=None
         )
-        for cut in remove_cut_checkpoints(run.checkpoints):
+        folder = checkpoints.place(run, cfg.cluster.checkpoint_dir)
+        for cut in checkpoints.remove_cut(folder):
             self.log(f"removed {cut}: an earlier attempt did not finish writing it")
-        saved = newest_checkpoint(run.checkpoints)
+        saved = checkpoints.resume_step(run, folder)
         if saved is not None:
             how = f"goes on from step {saved}"
+            if (newest := checkpoints.newest_saved(run) or saved) > saved:
+                how += f"; step {newest} was saved and is gone"
         elif number == 1:
             how = "starts"
         elif cfg.training.checkpoint_every:
@@ -149,7 +150,7 @@ class Ledger:
         with contextlib.suppress(Exception):
             rows = [row for row in self.run.metrics() if str(row.get("time", "")) >= since]
         steps = [row["step"] for row in rows[-1:]]
-        if code == STOPPED and (saved := newest_checkpoint(self.run.checkpoints)) is not None:
+        if code == STOPPED and (saved := checkpoints.newest(self.run.checkpoints)) is not None:
             steps.append(saved)
         return max(steps, default=None)
 
@@ -295,32 +296,6 @@ def exclude_file(run: RunFolder) -> Path:
     """Where the nodes lie that the sweep of a run (a run without one: the run) must not get again."""
     stem = re.sub(r"[^A-Za-z0-9._=,+@-]+", "_", str(run.provenance().get("sweep") or run.name))
     return run.path.parent / ".sweeps" / f"{stem}.exclude.json"
-
-
-def newest_checkpoint(folder: Path) -> int | None:
-    """Step of the newest complete checkpoint; one that was cut while being written has no ``.metadata``. None without any."""
-    with contextlib.suppress(OSError):
-        steps = [
-            int(found[1])
-            for entry in os.scandir(folder)
-            if (found := re.fullmatch(r"step-(\d+)", entry.name)) and Path(entry.path, ".metadata").is_file()
-        ]
-        return max(steps, default=None)
-    return None
-
-
-def remove_cut_checkpoints(folder: Path) -> list[str]:
-    """Remove checkpoints that were never finished, and return their names. Only while nobody writes there.
-
-    They would be counted among the newest that are kept (``training.checkpoint_keep``), and a complete one go in their place.
-    """
-    removed = []
-    with contextlib.suppress(OSError):
-        for entry in sorted(os.scandir(folder), key=lambda e: e.name):
-            if re.fullmatch(r"step-\d+", entry.name) and not Path(entry.path, ".metadata").exists():
-                shutil.rmtree(entry.path, ignore_errors=True)
-                removed.append(entry.name)
-    return removed
 
 
 def _as_failure(record: dict[str, Any]) -> Failure:

@@ -77,7 +77,8 @@ def make_place(run: RunFolder, folder: Path) -> None:
                 if not os.path.lexists(link):
                     link.symlink_to(target)
     except OSError as error:
-        way_out = "" if folder == run.checkpoints else "; cluster.checkpoint_dir must be a folder that every node sees"
+        elsewhere = folder != run.checkpoints
+        way_out = "; cluster.checkpoint_dir must be a folder that every node sees" if elsewhere else ""
         raise RunFolderError(
             f"{folder}: no checkpoints can be kept there, on {os.uname().nodename} ({error.strerror or error}){way_out}"
         ) from error
@@ -89,10 +90,10 @@ def make_place(run: RunFolder, folder: Path) -> None:
 def found(folder: Path) -> list[Checkpoint]:
     """The checkpoints in a folder, by step, those that were cut included; none in a folder that can't be read."""
     with contextlib.suppress(OSError):
-        names = [(match, entry.path) for entry in os.scandir(folder) if (match := _NAME.fullmatch(entry.name))]
         return sorted(
-            Checkpoint(int(match[1]), Path(path), os.path.isfile(os.path.join(path, _LAST_FILE)))
-            for match, path in names
+            Checkpoint(int(name[1]), Path(entry.path), os.path.isfile(os.path.join(entry.path, _LAST_FILE)))
+            for entry in os.scandir(folder)
+            if (name := _NAME.fullmatch(entry.name))
         )
     return []
 
@@ -135,7 +136,9 @@ def describe(run: RunFolder) -> str | None:
 
 def note_saved(run: RunFolder, step: int) -> None:
     """Remember in the run folder that the checkpoint of a step is finished. Raises OSError."""
-    append_line(run.path / "logs" / SAVED_FILE, json.dumps({"time": now(), "step": step}))
+    logs = run.path / "logs"
+    logs.mkdir(exist_ok=True)
+    append_line(logs / SAVED_FILE, json.dumps({"time": now(), "step": step}))
 
 
 def newest_saved(run: RunFolder) -> int | None:
@@ -152,14 +155,14 @@ def stale(
 ) -> list[Checkpoint]:
     """The checkpoints that the rule removes.
 
-    Kept are the newest ``keep`` whole ones (0: all), whole ones whose step is a multiple of ``keep_every`` (0: none), and the
-    one that is being written (step ``writing``). Cut ones never count, and go.
+    Kept are the newest ``keep`` whole ones (0: all) and whole ones whose step is a multiple of ``keep_every`` (0: none). Cut
+    ones never count, and go; while step ``writing`` is being saved only those before it, as a rank may be ahead of this one.
     """
     known = sorted(checkpoints)
     whole = [c for c in known if c.whole]
     kept = set(whole[-keep:] if keep else whole)
     kept |= {c for c in whole if keep_every and c.step % keep_every == 0}
-    return [c for c in known if c not in kept and c.step != writing]
+    return [c for c in known if c not in kept and (c.whole or writing is None or c.step < writing)]
 
 
 def set_aside(checkpoint: Checkpoint) -> Path:

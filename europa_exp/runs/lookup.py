@@ -233,6 +233,27 @@ def find_sweep(runs_dir: str | os.PathLike[str], name: str | None) -> tuple[str,
     return name, [entry.run for entry in known[name]]
 
 
+def latest_group(runs_dir: str | os.PathLike[str]) -> tuple[str, list[RunFolder]]:
+    """What was asked for last that can be compared, with a title: a sweep, or the repeats of one experiment outside of sweeps.
+
+    Raises LookupFailed if there is neither.
+    """
+    known = entries(runs_dir)
+    groups: dict[str, list[Entry]] = {f"sweep {name}": found for name, found in sweeps(known).items()}
+    alone: dict[str, list[Entry]] = {}
+    for entry in known:
+        if not entry.sweep and entry.identity:
+            alone.setdefault(entry.identity, []).append(entry)
+    groups |= {f"repeats of {i}": found for i, found in alone.items() if len(found) > 1}
+    if not groups:
+        raise LookupFailed(
+            f"{_where(runs_dir)} has {len(known)} runs, and no sweep or repeats among them; name the runs, for example "
+            "by their hash: europa compare RUN RUN"
+        )
+    title = max(groups, key=lambda t: max((e.created_at, e.made) for e in groups[t]))
+    return title, [entry.run for entry in groups[title]]
+
+
 def brief(error: Exception) -> str:
     """An error in one line: of the many problems of a configuration, the first and how many there are."""
     problems = getattr(error, "problems", None)

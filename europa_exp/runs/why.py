@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from europa_exp.runs import symptoms
+from europa_exp.runs import checkpoints, symptoms
 from europa_exp.runs.attempts import attempts_of
 from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.log_files import ranks, spans
@@ -782,12 +782,11 @@ def _of_slurm(case: _Case) -> Explanation | None:
 
 
 def _time_limit(case: _Case) -> Explanation:
-    saved = sorted(case.run.checkpoints.glob("step-*")) if case.run.checkpoints.is_dir() else []
     advice = [
         "Raise cluster.time_limit, or let the run go on by itself: cluster.requeue=true, cluster.max_attempts, and a"
         " cluster.signal_margin_s that is long enough for a checkpoint"
     ]
-    if not saved:
+    if checkpoints.newest(case.run.checkpoints) is None:
         advice.append("It has no checkpoint, so nothing of it can be continued: training.checkpoint_every=N")
     return Explanation(
         Cause.time_limit,
@@ -1037,7 +1036,7 @@ def _advice(case: _Case, cause: Cause, rank: int | None) -> tuple[str, ...]:
     if cause is Cause.disk_full:
         return (
             "Free some space, or choose another place: launch.runs_dir. JSC: `jutil project dataquota -p PROJECT` (inodes, too)",
-            "Fewer checkpoints: training.checkpoint_keep",
+            "Fewer checkpoints: training.checkpoint_keep; or another place for them: cluster.checkpoint_dir",
         )
     if cause is Cause.non_finite_loss:
         return (

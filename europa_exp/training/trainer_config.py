@@ -24,6 +24,9 @@ from torchtitan.trainer import Trainer
 from europa_exp.config import schema
 from europa_exp.cpu import device
 from europa_exp.data.loader import dataloader_config, tokenizer_config
+from europa_exp.runs import checkpoints
+from europa_exp.runs.folder import RunFolder
+from europa_exp.training.checkpointing import KeepingCheckpointManager
 from europa_exp.training.metrics import RunMetrics
 
 
@@ -33,7 +36,7 @@ def trainer_config(cfg: schema.Config, spec: ModelSpec, run_dir: Path) -> Traine
     Args:
         cfg: a checked configuration.
         spec: the model, see ``europa_exp.model.model_spec``.
-        run_dir: the run folder; torchtitan writes its checkpoints below it.
+        run_dir: the run folder; checkpoints lie below it, or where ``cluster.checkpoint_dir`` has them.
     """
     on_cpu = device.device_type() == "cpu"
     training = cfg.training
@@ -67,7 +70,7 @@ def trainer_config(cfg: schema.Config, spec: ModelSpec, run_dir: Path) -> Traine
             expert_parallel_degree=cfg.parallelism.expert_parallel_degree,
             fsdp_reshard_after_forward=cfg.parallelism.reshard_after_forward.value,
         ),
-        checkpoint=_checkpoint(training),
+        checkpoint=_checkpoint(cfg, run_dir),
         activation_checkpoint=_activation_checkpoint(training.activation_checkpoint),
         compile=CompileConfig(enable=training.compile, components=["model"]),
         comm=CommConfig(
@@ -99,18 +102,21 @@ def _optimizer(optimizer: schema.Optimizer) -> OptimizersContainer.Config:
             )
 
 
-def _checkpoint(training: schema.Training) -> CheckpointManager.Config:
+def _checkpoint(cfg: schema.Config, run_dir: Path) -> CheckpointManager.Config:
+    training = cfg.training
     if training.checkpoint_every == 0 and training.initial_checkpoint is None:
         return CheckpointManager.Config(enable=False, initial_load_model_only=False)
     initial = (
         None if training.initial_checkpoint is None else str(Path(training.initial_checkpoint).absolute())
     )
-    return CheckpointManager.Config(
+    return KeepingCheckpointManager.Config(
         enable=True,
-        folder="checkpoints",
+        folder=str(checkpoints.place(RunFolder(run_dir), cfg.cluster.checkpoint_dir)),
         interval=training.checkpoint_every or training.steps,
         load_only=training.checkpoint_every == 0,
         keep_latest_k=training.checkpoint_keep,
+        keep_every=training.checkpoint_keep_every,
+        steps=training.steps,
         async_mode="async" if training.checkpoint_async else "disabled",
         # A run goes on from what it saved last, with optimizer, dataloader and schedule.
         last_save_model_only=False,

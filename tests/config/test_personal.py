@@ -97,6 +97,25 @@ def test_a_file_that_cannot_be_read_is_named(write, tmp_path, make):
         personal.settings(CLUSTERS)
 
 
+def test_folders_are_written_out_as_this_shell_has_them(write, monkeypatch):
+    monkeypatch.setenv("SCRATCH", "/scratch/budget")
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("NOWHERE", raising=False)
+    write("slurm: {checkpoint_dir: $SCRATCH/me, runs_dir: ~/runs, setup: ['export A=$SCRATCH']}")
+    assert personal.settings(CLUSTERS)["slurm"] == {
+        "cluster.checkpoint_dir": "/scratch/budget/me",
+        "launch.runs_dir": "/home/me/runs",
+        "cluster.setup": ["export A=$SCRATCH"],
+    }
+    write("slurm: {checkpoint_dir: '${SCRATCH}/me'}")
+    assert personal.settings(CLUSTERS)["slurm"] == {"cluster.checkpoint_dir": "/scratch/budget/me"}
+    file = write("slurm: {checkpoint_dir: $NOWHERE/me}")
+    with pytest.raises(ConfigError) as e:
+        personal.settings(CLUSTERS)
+    for part in (str(file), "slurm.checkpoint_dir", "$NOWHERE/me"):
+        assert part in str(e.value)
+
+
 def test_only_what_changes_no_result_is_personal():
     allowed = set(personal.keys())
     assert {f"cluster.{key}" for key in allowed - {"runs_dir"}} <= IDENTITY_EXCLUDES

@@ -125,6 +125,19 @@ def test_runs_folder_below_a_file(tmp_path):
     assert doctor.runs_folder(tmp_path / "file" / "runs").health is Health.missing
 
 
+def test_folder_for_checkpoints(tmp_path):
+    assert "checkpoint folder" not in found()
+    finding = found(f"cluster.checkpoint_dir={tmp_path}/scratch/me")["checkpoint folder"]
+    assert finding.health is Health.ok
+    assert finding.text.startswith(f"{tmp_path}/scratch/me (to be made in {tmp_path}), ")
+    assert "GiB" in finding.text
+    assert not (tmp_path / "scratch").exists()
+    (tmp_path / "scratch").touch()
+    assert (
+        found(f"cluster.checkpoint_dir={tmp_path}/scratch/me")["checkpoint folder"].health is Health.missing
+    )
+
+
 def test_online_needs_a_login(monkeypatch, tmp_path):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     assert found("tracking=online")["W&B"].health is Health.missing

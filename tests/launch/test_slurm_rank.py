@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from launching import config, environ, make_runs, until
 from europa_exp.config.schema import Executor
 from europa_exp.launch import environment, slurm_ledger
 from europa_exp.launch.slurm_task import LayoutError, Task
+from europa_exp.runs import checkpoints
 from europa_exp.runs.attempts import STOPPED, attempts_of
 from europa_exp.runs.folder import RunFolder
 
@@ -170,18 +172,6 @@ def test_devices_of_a_node():
         environment.place_on_node(cfg, 2, master_addr="n1", master_port=1, devices=["0", "1"])
 
 
-def test_newest_checkpoint_is_a_complete_one(tmp_path):
-    assert slurm_ledger.newest_checkpoint(tmp_path / "none") is None
-    for name, complete in (("step-9", True), ("step-10", True), ("step-20", False), ("step-30.tmp", True)):
-        (tmp_path / name).mkdir()
-        if complete:
-            (tmp_path / name / ".metadata").touch()
-    assert slurm_ledger.newest_checkpoint(tmp_path) == 10
-    assert slurm_ledger.remove_cut_checkpoints(tmp_path) == ["step-20"]
-    assert {p.name for p in tmp_path.iterdir()} == {"step-9", "step-10", "step-30.tmp"}
-    assert slurm_ledger.remove_cut_checkpoints(tmp_path / "none") == []
-
-
 # ------------------------------------------------------------------------------------------------------ whole runs
 
 
@@ -248,6 +238,37 @@ def test_a_crash_is_tried_again(step, tmp_path):
     assert [a["n"] for a in attempts(run)] == [1, 2]
     assert "starts anew: it keeps no checkpoints" in run.launcher_log.read_text()
     assert run.log(1).read_text().count("======== ") == 2, "the log holds both attempts"
+
+
+def test_checkpoints_that_are_gone_end_the_run(step, tmp_path):
+    """It does not begin again with the first step, and is not tried again."""
+    cfg = on_slurm(requeue=True, checkpoint_dir=str(tmp_path / "scratch"))
+    cfg.training.checkpoint_every = 5
+    [run] = make_runs(tmp_path / "runs", cfg)
+    place = checkpoints.place(run, cfg.cluster.checkpoint_dir)
+    checkpoints.make_place(run, place)
+    for saved in (5, 10):
+        (place / f"step-{saved}").mkdir()
+        (place / f"step-{saved}" / ".metadata").touch()
+        checkpoints.note_saved(run, saved)
+    (place / "step-15").mkdir()
+    (place / "step-10" / ".metadata").unlink()
+    step.start("write_steps", run)
+    assert step.codes() == [0, 0]
+    log = run.launcher_log.read_text()
+    assert "removed step-10" in log
+    assert "removed step-15" in log
+    assert "goes on from step 5; step 10 was saved and is gone" in log
+
+    step.end()
+    shutil.rmtree(place.parent)
+    run.set_state("queued")
+    step.start("write_steps", run, restarts=1)
+    assert step.tasks[0].wait(timeout=60) == 1
+    status = run.status()
+    assert (status.state, attempts(run)[-1]["reason"]) == ("failed", "bad_configuration")
+    assert f"{place}: {run.name} has saved step 10 there" in status.error["message"]
+    assert "requeue" not in step.asked()
 
 
 def test_where_slurm_refuses_the_run_has_failed(step, tmp_path):

@@ -12,7 +12,8 @@ import pytest
 from clusters import Cluster, until
 from submitting import config, submit, wait_for_state
 
-from europa_exp.launch.slurm_ledger import exclude_file, newest_checkpoint
+from europa_exp.launch.slurm_ledger import exclude_file
+from europa_exp.runs import checkpoints
 from europa_exp.runs.attempts import attempts_of
 from europa_exp.runs.folder import RunFolder
 
@@ -43,12 +44,14 @@ def rows(run: RunFolder) -> list[tuple[Any, ...]]:
 
 
 def test_a_preempted_run_saves_and_goes_on_bitwise(slurm, tmp_path):
-    """Two nodes with two ranks each, the real trainer. The step axis has no gap and no repeat, and no bit differs."""
+    """Two nodes with two ranks each, the real trainer. The step axis has no gap and no repeat, and no bit differs, also with
+    checkpoints in a folder of their own of which not all are kept."""
     training = ("training.steps=24", "training.checkpoint_every=10", "cluster.nodelist='127.0.0.[1-2]'")
     unbroken = begin(slurm, tmp_path / "unbroken", "europa_exp.training:train", 2, 2, *training)
     assert wait_for_state(unbroken.path, *ENDED) == "completed", explain(unbroken)
 
-    run = begin(slurm, tmp_path / "runs", "slurm_targets:slow_then_fast", 2, 2, *training)
+    kept = (f"cluster.checkpoint_dir={tmp_path / 'scratch'}", "training.checkpoint_keep=2")
+    run = begin(slurm, tmp_path / "runs", "slurm_targets:slow_then_fast", 2, 2, *training, *kept)
     until(lambda: len(run.metrics()) > 5, 120, lambda: explain(run))
     important = ("--partition=high", "--nodelist=127.0.0.[1-2]", "--nodes=2", "--ntasks-per-node=16")
     slurm.run("sbatch", *important, "--output=/dev/null", "--wrap=sleep 1")
@@ -60,8 +63,9 @@ def test_a_preempted_run_saves_and_goes_on_bitwise(slurm, tmp_path):
     assert 5 < first["step"] < 24
     assert first["step"] % 10, "saved because of the preemption, not because it was due"
     assert f"goes on from step {first['step']}" in run.launcher_log.read_text()
-    assert (run.checkpoints / f"step-{first['step']}" / ".metadata").exists()
-    assert newest_checkpoint(run.checkpoints) == 24
+    assert run.checkpoints.resolve().parent == tmp_path / "scratch"
+    assert [c.step for c in checkpoints.found(run.checkpoints)] == [20, 24]
+    assert checkpoints.newest_saved(run) == 24
     assert run.log(3).read_text().count("======== ") == 2, "the log of a rank holds both attempts"
 
 

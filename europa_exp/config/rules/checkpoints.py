@@ -81,7 +81,10 @@ def checkpoint_dir(cfg: Config) -> Iterator[Problem]:
         )
     elif not cfg.launch.preview and (trouble := unwritable(path)) is not None:
         yield Problem(
-            dotted, value, trouble, "Give a folder that you may write to, or null to keep them in the run folders"
+            dotted,
+            value,
+            trouble,
+            "Give a folder that you may write to, or null to keep them in the run folders",
         )
 
 
@@ -97,7 +100,12 @@ def unwritable(folder: Path) -> str | None:
 
 
 @reads(
-    "training.initial_checkpoint", "training.steps", "launch.runs_dir", "cluster.checkpoint_dir", "trust", "model"
+    "training.initial_checkpoint",
+    "training.steps",
+    "launch.runs_dir",
+    "cluster.checkpoint_dir",
+    "trust",
+    "model",
 )
 def initial_checkpoint(cfg: Config) -> Iterator[Problem]:
     """It is there and whole, it leaves steps to train, and it is one of ours unless the user vouches for it."""

@@ -1,0 +1,150 @@
+"""torchtitan's checkpoint manager with a rule of what is kept, and a start from nothing that isn't taken for going on."""
+
+from __future__ import annotations
+
+import warnings
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.components.checkpoint import TRAIN_STATE, CheckpointManager
+from torchtitan.tools.logging import logger
+
+from europa_exp.config.errors import ConfigError
+from europa_exp.config.rules.checkpoints import no_step_left
+from europa_exp.cpu import device
+from europa_exp.runs import checkpoints
+from europa_exp.runs.folder import RunFolder, RunFolderError
+
+
+class KeepingCheckpointManager(CheckpointManager):
+    """A ``CheckpointManager`` that keeps what ``checkpoints.stale`` says, and knows what the run has saved.
+
+    Upstream counts the newest folders, those that were cut included, and removes none after the last save. To be dropped when
+    its retention has a ``keep_every`` beside ``keep_latest_k`` and counts finished checkpoints only (torchtitan 0.3.0 has not).
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        keep_every: int = 0
+        """Checkpoints whose step is a multiple of it are never removed; 0 for none."""
+
+        steps: int
+        """The last step of the run; an initial checkpoint must be older."""
+
+    def __init__(self, config: Config, *, base_folder: str = "", **parts: Any) -> None:
+        self._run = RunFolder(base_folder)
+        self._keep_every, self._steps = config.keep_every, config.steps
+        self._writing: int | None = None
+        self._swept = False
+        super().__init__(config, base_folder=base_folder, **parts)
+        if self.initial_load_path is not None:
+            # Of a text torch wants to know that one of its parents can be written; a colleague's checkpoint has none.
+            self.initial_load_path = Path(self.initial_load_path)
+        if not self.load_only and dist.get_rank() == 0:
+            checkpoints.make_place(self._run, Path(self.folder))
+
+    # ------------------------------------------------------------------------------------------------------ loading
+
+    def _load(self, step: int = -1) -> bool:
+        """Load the newest whole checkpoint of the run, else the initial one.
+
+        Raises:
+            RunFolderError: what the run had saved is gone, or the checkpoint lacks files.
+            ConfigError: the initial checkpoint has trained all the steps of this run already.
+        """
+        folder = Path(self.folder)
+        newest = checkpoints.resume_step(self._run, folder)
+        if newest is not None:
+            source = folder / f"step-{newest}"
+            if dist.get_rank() == 0 and (saved := checkpoints.newest_saved(self._run) or newest) > newest:
+                logger.warning(f"{folder}: step {saved} was saved and is gone; going on from step {newest}")
+        else:
+            source = self.initial_load_path or folder
+            self._check_initial()
+        try:
+            return super()._load(step)
+        except CheckpointException as error:
+            lacking = [e for e, _ in error.failures.values() if isinstance(e, FileNotFoundError)]
+            if not lacking:
+                raise
+            raise RunFolderError(
+                f"{source}: the checkpoint is not whole any more, {lacking[0].filename} is missing (a folder on scratch is "
+                "cleaned by the site). Remove it, and an older one takes its place"
+            ) from error
+
+    def _check_initial(self) -> None:
+        """Upstream trains nothing from a checkpoint of the last step, and fails in the schedule with a later one."""
+        if self.initial_load_path is None:
+            return
+        step = torch.full((), -1, device=device.device_type(), dtype=torch.int64)
+        if dist.get_rank() == 0:
+            step.fill_(_step_of(self.initial_load_path))
+        dist.broadcast(step, 0)
+        if int(step) >= self._steps:
+            raise ConfigError([("", no_step_left(self._steps, str(self.initial_load_path), int(step)))])
+
+    # ------------------------------------------------------------------------------------------------------- saving
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        if self._should_save(curr_step, last_step):
+            self._writing = curr_step
+        if not super()._save(curr_step, last_step):
+            return False
+        if self.save_future is not None:
+            self.save_future.add_done_callback(lambda done: self._note(curr_step, done))
+            return True
+        self._note(curr_step)
+        if last_step:
+            self._purge_stale_checkpoints()
+        return True
+
+    def _wait_for_saving(self) -> None:
+        super()._wait_for_saving()
+        # Upstream removes when a save begins, which leaves one more than the rule keeps once it has ended.
+        self._purge_stale_checkpoints()
+
+    def _note(self, step: int, done: Future | None = None) -> None:
+        """Remember in the run folder that a checkpoint is finished; trouble with that stops no training."""
+        if dist.get_rank() != 0 or (done is not None and done.exception() is not None):
+            return
+        try:
+            checkpoints.note_saved(self._run, step)
+        except OSError as error:
+            logger.warning(f"that step {step} is saved can't be recorded: {error}")
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Take what may go out of the way, and have it removed in the background; trouble with that stops no training."""
+        if not self._should_purge():
+            return
+        folder = Path(self.folder)
+        if not self._swept:
+            self._swept = True
+            for path in checkpoints.half_removed(folder):
+                self.purge_queue.put(str(path))
+        known = checkpoints.found(folder)
+        for old in checkpoints.stale(
+            known, keep=self.keep_latest_k, keep_every=self._keep_every, writing=self._writing
+        ):
+            try:
+                self.purge_queue.put(str(checkpoints.set_aside(old)))
+            except OSError as error:
+                logger.warning(f"{old.path} can't be removed: {error}")
+
+
+def _step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint was saved at, read without the rest of it; -1 if it doesn't say."""
+    state = {TRAIN_STATE: {"step": -1}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that one process reads alone
+        try:
+            dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+        except Exception as error:
+            # Whatever is wrong with it, the load of the whole says it better.
+            logger.warning(f"{checkpoint} does not say its step: {error!r}")
+    return int(state[TRAIN_STATE]["step"])

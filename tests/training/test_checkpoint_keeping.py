@@ -1,0 +1,205 @@
+"""What is kept, where, and from what a run goes on: on real ranks, with real checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compose import composed
+from ranks import run_ranks
+
+from europa_exp.config import io
+from europa_exp.config.schema import Config
+from europa_exp.runs import checkpoints
+from europa_exp.runs.folder import RunFolder
+
+pytestmark = pytest.mark.slow
+
+TWO_RANKS = (
+    "parallelism.nodes=1",
+    "parallelism.gpus_per_node=2",
+    "parallelism.data_parallel_shard_degree=2",
+    "parallelism.expert_parallel_degree=2",
+    "training.log_every=1",
+)
+
+
+def on_two(*overrides: str) -> Config:
+    return composed(*TWO_RANKS, *overrides)
+
+
+def train(
+    frozen: str, folder: str, after_step: Callable[..., None] | None, stop_at: int | None
+) -> dict[str, Any]:
+    """Train; ``after_step(step, place)`` is called on rank 0 once a step is done and saved. What this rank saw."""
+    from europa_exp.training.assemble import build_trainer
+    from europa_exp.training.stopping import Stopped
+
+    cfg, run = io.from_yaml(frozen), RunFolder(folder)
+    trainer, _ = build_trainer(cfg, run.path)
+    losses: dict[int, float] = {}
+    trainer.metrics_processor.attach(
+        [lambda metrics, step: losses.__setitem__(step, metrics["loss/global_avg"])], dict
+    )
+    trainer.stop_when(lambda: stop_at is not None and trainer.step >= stop_at)
+    goes_on = trainer.should_continue_training
+
+    def between_steps() -> bool:
+        if after_step is not None and trainer.step and os.environ["RANK"] == "0":
+            after_step(trainer.step, checkpoints.place(run, cfg.cluster.checkpoint_dir))
+        return goes_on()
+
+    trainer.should_continue_training = between_steps
+    with contextlib.suppress(Stopped):
+        trainer.train()
+    trainer.close()
+    return {"losses": losses, "step": trainer.step}
+
+
+def on_ranks(
+    cfg: Config, folder: Path, after_step: Callable[..., None] | None = None, stop_at: int | None = None
+) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    world = cfg.parallelism.nodes * cfg.parallelism.gpus_per_node
+    return run_ranks(world, train, io.to_yaml(cfg), str(folder), after_step, stop_at)[0]
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+# ------------------------------------------------------------------------------------------------------------- the rule
+
+
+def never_too_few(step: int, place: Path) -> None:
+    """Saved at every step: of those before this one, the newest is whole at any time, and the rule's four at most are there."""
+    steps = [c.step for c in checkpoints.found(place) if c.whole]
+    assert step < 2 or {step, step - 1} & set(steps), (step, steps)
+    newest = [s for s in steps if s % 4]
+    assert len(newest) <= 3, (step, steps)
+
+
+@pytest.mark.parametrize("mode", ["false", "true"], ids=["sync", "async"])
+def test_newest_and_every_nth_are_kept_through_a_stop(tmp_path: Path, mode: str) -> None:
+    cfg = on_two(
+        f"training.checkpoint_async={mode}",
+        "training.steps=10",
+        "training.checkpoint_every=1",
+        "training.checkpoint_keep=2",
+        "training.checkpoint_keep_every=4",
+    )
+    place = tmp_path / "checkpoints"
+    first = on_ranks(cfg, tmp_path, never_too_few, stop_at=6)
+    assert first["step"] in (6, 7)
+    before = names(place)
+    assert before == {"step-4"} | {f"step-{first['step'] - back}" for back in (0, 1)}
+
+    # What a killed job leaves: one cut before, one cut at a step that comes again, one half removed.
+    for cut in ("step-2", "step-8", ".removed-1-abcdef"):
+        (place / cut).mkdir()
+        (place / cut / "__1_0.distcp").write_bytes(b"cut")
+    second = on_ranks(cfg, tmp_path, never_too_few)
+    assert min(second["losses"]) == first["step"] + 1
+    assert names(place) == {"step-4", "step-8", "step-9", "step-10"}
+    assert all(c.whole for c in checkpoints.found(place))
+    assert checkpoints.newest_saved(RunFolder(tmp_path)) == 10
+
+
+def test_cut_checkpoints_push_no_whole_one_out(tmp_path: Path) -> None:
+    cfg = on_two("training.steps=4", "training.checkpoint_every=1", "training.checkpoint_keep=2")
+    place = tmp_path / "checkpoints"
+    on_ranks(cfg, tmp_path)
+    for step in (5, 6, 7):
+        (place / f"step-{step}").mkdir()
+    longer = on_two("training.steps=5", "training.checkpoint_every=5", "training.checkpoint_keep=2")
+    assert min(on_ranks(longer, tmp_path)["losses"]) == 5, "none that is cut is gone on from"
+    assert {"step-4", "step-5"} <= names(place)
+
+
+def clean_scratch_after_3(step: int, place: Path) -> None:
+    if step == 3:
+        place.rename(place.with_name("cleaned"))
+
+
+def refuse_to_remove(step: int, place: Path) -> None:
+    def refuse(checkpoint: Any) -> Path:
+        raise PermissionError(13, "Permission denied", str(checkpoint.path))
+
+    checkpoints.set_aside = refuse
+
+
+@pytest.mark.parametrize("trouble", [clean_scratch_after_3, refuse_to_remove])
+def test_trouble_with_removing_stops_no_training(tmp_path: Path, trouble: Callable[..., None]) -> None:
+    cfg = on_two(
+        "training.steps=6",
+        "training.checkpoint_every=1",
+        "training.checkpoint_keep=2",
+        f"cluster.checkpoint_dir={tmp_path / 'scratch'}",
+    )
+    assert on_ranks(cfg, tmp_path / "run", trouble)["step"] == 6
+    assert {"step-5", "step-6"} <= names(tmp_path / "run" / "checkpoints")
+
+
+# ------------------------------------------------------------------------------------------------------ somewhere else
+
+
+def test_on_scratch_it_goes_on_and_refuses_to_begin_again_when_that_was_cleaned(tmp_path: Path) -> None:
+    cfg = on_two(
+        "training.steps=4", "training.checkpoint_every=2", f"cluster.checkpoint_dir={tmp_path / 'scratch'}"
+    )
+    run, place = tmp_path / "run", tmp_path / "scratch" / "run"
+    first = on_ranks(cfg, run, stop_at=1)
+    assert (run / "checkpoints").resolve() == place
+    assert names(place) == {"run", f"step-{first['step']}"}
+    assert (place / "run").resolve() == run
+    second = on_ranks(cfg, run)
+    assert sorted(second["losses"]) == list(range(first["step"] + 1, 5))
+
+    data = next((place / "step-4").glob("__1_*.distcp"))
+    data.rename(tmp_path / "away")
+    with pytest.raises(AssertionError, match=r"RunFolderError.*step-4: the checkpoint is not whole.*missing"):
+        on_ranks(cfg, run)
+    shutil.rmtree(place.parent)
+    with pytest.raises(AssertionError, match=rf"RunFolderError: {place}: run has saved step 4 there"):
+        on_ranks(cfg, run)
+    assert not place.parent.exists() or checkpoints.newest(place) is None
+
+
+# ---------------------------------------------------------------------------------------------- an initial checkpoint
+
+
+def test_an_initial_checkpoint_of_any_name_on_another_layout(tmp_path: Path) -> None:
+    """Two ranks train three steps, four ranks in another layout go on; or it is said why they can't."""
+    rows = (
+        "training.global_batch_size=8",
+        "training.local_batch_size=2",
+        "training.param_precision=float32",
+        "optimizer.warmup_steps=0",
+        "training.log_every=1",
+    )
+    unbroken = on_ranks(on_two(*rows, "training.steps=5", "training.checkpoint_every=3"), tmp_path / "a")
+    start = (tmp_path / "a" / "checkpoints" / "step-3").rename(tmp_path / "start")
+    replicated = (
+        "parallelism.data_parallel_replicate_degree=2",
+        "parallelism.data_parallel_shard_degree=2",
+        f"training.initial_checkpoint={start}",
+    )
+    four = composed(*rows, *replicated, "training.steps=5")
+    assert four.parallelism.nodes * four.parallelism.gpus_per_node == 4
+    went_on = on_ranks(four, tmp_path / "b")["losses"]
+    assert sorted(went_on) == [4, 5]
+    assert went_on == pytest.approx({step: unbroken["losses"][step] for step in (4, 5)}, rel=1e-4)
+
+    for steps in (2, 3):
+        too_short = on_two(*rows, f"training.initial_checkpoint={start}", f"training.steps={steps}")
+        with pytest.raises(AssertionError) as caught:
+            on_ranks(too_short, tmp_path / "c")
+        assert (
+            f"training.steps={steps}: training.initial_checkpoint={start} has trained 3 steps already, and steps count "
+            "from there. Give training.steps=<more than 3>"
+        ) in str(caught.value)
