@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from omegaconf import MISSING
+MISSING: Any = "???"
+"""OmegaConf's mark of a value that somebody has yet to give. Not imported: ranks read this module, and need no OmegaConf."""
 
 NEVER_OFF = "<never off>"
 """Marks a field that has no absent state; the identity always includes it."""
@@ -546,7 +547,8 @@ class Cluster:
     """More arguments of srun, one a list entry, for example --cpu-bind=verbose. Exit codes don't depend on them."""
 
     sbatch_args: dict[str, str] = knob({})
-    """Any other #SBATCH option by its long name without dashes, for example +cluster.sbatch_args.qos=debug."""
+    """Any other #SBATCH option by its long name without dashes, for example +cluster.sbatch_args.qos=debug. One that takes no value
+    is true (+cluster.sbatch_args.hold=true); false leaves it out."""
 
     modules: list[str] = knob(())
     """Environment modules that the job script loads, in this order. Software, like the version of torch: it is recorded, but

@@ -21,7 +21,7 @@ from typing import Any
 
 from europa_exp.config.errors import Problem
 from europa_exp.config.schema import Config, Launch
-from europa_exp.launch import arrays, environment, processes, slurm
+from europa_exp.launch import arrays, environment, processes, slurm, slurm_start
 from europa_exp.launch.agents import AGENT_FILE, STOP_FILE, cancel_file
 from europa_exp.launch.dispatch import LocalJob
 from europa_exp.launch.job import Job
@@ -63,8 +63,6 @@ class AllocationJob(LocalJob):
     """The job in this shell's allocation. Raises OSError when its folder can't be made or the driver not started."""
 
     def __init__(self, runs: Sequence[RunFolder], runs_dir: Path, entry: str, launch: Launch) -> None:
-        from submitit.core.utils import DelayedSubmission
-
         self.folder = arrays.make_folder(runs_dir)
         self._agent: dict[str, Any] | None = None
         plan = []
@@ -72,10 +70,10 @@ class AllocationJob(LocalJob):
             place = self.folder / str(number)
             place.mkdir()
             executor = slurm.make_executor(run.config(), launch, folder=place, name=run.name)
-            (place / SCRIPT).write_text(slurm.executor_text(executor))
-            # submitit finds the job by the number that Slurm gave: here the allocation's, and a folder for each run.
-            job = DelayedSubmission(Job((str(run.path),), str(place), entry, ""))
-            job.dump(place / f"{os.environ[JOB]}_submitted.pkl")
+            (place / SCRIPT).write_text(executor.text())
+            # Each run is a job of its own, in a folder of its own, under the allocation's number.
+            slurm_start.write(place, [Job((str(run.path),), str(place), entry, "")])
+            slurm_start.mark_submitted(place, os.environ[JOB])
             plan.append([str(run.path), str(place)])
         (self.folder / _PLAN).write_text(json.dumps(plan))
         # srun needs to know the allocation and nothing else of it: what salloc was told must not shape the steps.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from europa_exp.config import schema
-from europa_exp.launch import slurm
+from europa_exp.launch import slurm, slurm_start
 from europa_exp.launch.dispatch import JOBS_FOLDER
 from europa_exp.launch.job import Job
 from europa_exp.runs.folder import RunFolder
@@ -115,12 +115,13 @@ def submit(
         raise Refused("there is no sbatch on this machine; submit from a login node of the cluster")
     jobs = [Job(tuple(str(run.path) for run in task), str(array.folder), entry, "") for task in array.tasks]
     try:
+        slurm_start.write(array.folder, jobs)
         executor = slurm.make_executor(array.cfg, launch, folder=array.folder, name=name, code=code)
         if after is not None:
-            more = slurm.sbatch_parameters(array.cfg, launch, name=name)["slurm_additional_parameters"]
+            more = slurm.sbatch_parameters(array.cfg, launch, name=name)["additional_parameters"]
             executor.update_parameters(
-                slurm_dependency=f"afternotok:{after}",
-                slurm_additional_parameters={**more, "kill-on-invalid-dep": "yes"},
+                dependency=f"afternotok:{after}",
+                additional_parameters={**more, "kill-on-invalid-dep": "yes"},
             )
         # submitit prints what it raises as well.
         with slurm.clean_environment(), contextlib.redirect_stderr(io.StringIO()):
@@ -143,7 +144,7 @@ def _words(text: str) -> str:
 
 
 def cancel_unrecorded(folders: Sequence[Path]) -> list[str]:
-    """Cancel jobs whose submission broke off before their pickles were in place: they could only wait and fail.
+    """Cancel jobs whose submission broke off before their ids were known (see ``slurm_start``): they could only wait and fail.
 
     Returns their ids. A job is known by its script, which lies in its own folder.
     """

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,9 +19,8 @@ from europa_exp.config.schema import Cluster, Config, Launch, NumaBinding
 from europa_exp.launch import environment
 
 if TYPE_CHECKING:
-    from submitit import AutoExecutor
-
     from europa_exp.launch.points import Point
+    from europa_exp.launch.slurm_executor import Executor
 
 ROOT = Path(__file__).resolve().parents[2]
 """The folder that `europa_exp` is imported from."""
@@ -41,7 +39,7 @@ def minutes(cluster: Cluster) -> int:
 
 
 def sbatch_parameters(cfg: Config, launch: Launch, *, name: str, code: Path | None = None) -> dict[str, Any]:
-    """What ``AutoExecutor.update_parameters`` gets for jobs that run this configuration (or others of its shape).
+    """What submitit's ``SlurmExecutor.update_parameters`` gets for jobs that run this configuration (or others of its shape).
 
     ``name`` is the job's name; ``code`` the folder that the job imports `europa_exp` from, without it this one.
     """
@@ -49,7 +47,9 @@ def sbatch_parameters(cfg: Config, launch: Launch, *, name: str, code: Path | No
     more: dict[str, Any] = {"requeue" if cluster.requeue else "no-requeue": True}
     more |= {"switches": cluster.switches} if cluster.switches else {}
     for option, value in cluster.sbatch_args.items():
-        more[option.replace("_", "-")] = True if value in ("", "true") else value
+        # The fields hold text, so an option without a value comes as "", or as YAML's true (and "True", from a command line).
+        if value.lower() != "false":
+            more[option.replace("_", "-")] = True if value.lower() in ("", "true") else value
     srun = ["--kill-on-bad-exit=1"]
     if cluster.inside_allocation:
         ranks = layout.nodes * layout.gpus_per_node
@@ -58,26 +58,26 @@ def sbatch_parameters(cfg: Config, launch: Launch, *, name: str, code: Path | No
             value = getattr(cluster, option)
             srun += [f"--{option}={value}"] if value else []
     parameters = {
-        "name": name,
+        "job_name": name,
         "nodes": layout.nodes,
-        "tasks_per_node": layout.gpus_per_node,
-        "timeout_min": minutes(cluster),
+        "ntasks_per_node": layout.gpus_per_node,
+        "time": minutes(cluster),
         "cpus_per_task": cluster.cpus_per_task,
-        "slurm_account": cluster.account,
-        "slurm_partition": cluster.partition,
-        "slurm_gres": cluster.gres,
-        "slurm_comment": cluster.comment,
-        "slurm_exclude": cluster.exclude,
-        "slurm_nodelist": cluster.nodelist,
-        "slurm_mail_user": cluster.mail_user,
-        "slurm_mail_type": cluster.mail_type,
-        "slurm_dependency": launch.dependency,
+        "account": cluster.account,
+        "partition": cluster.partition,
+        "gres": cluster.gres,
+        "comment": cluster.comment,
+        "exclude": cluster.exclude,
+        "nodelist": cluster.nodelist,
+        "mail_user": cluster.mail_user,
+        "mail_type": cluster.mail_type,
+        "dependency": launch.dependency,
         # submitit always writes --signal and --array=...%n, and has defaults of its own for both.
-        "slurm_signal_delay_s": cluster.signal_margin_s,
-        "slurm_array_parallelism": launch.throttle or 1_000_000,
-        "slurm_setup": _setup(cluster, layout.nodes, code or ROOT),
-        "slurm_srun_args": [*srun, *cluster.srun_args],
-        "slurm_additional_parameters": more,
+        "signal_delay_s": cluster.signal_margin_s,
+        "array_parallelism": launch.throttle or 1_000_000,
+        "setup": _setup(cluster, layout.nodes, code or ROOT),
+        "srun_args": [*srun, *cluster.srun_args],
+        "additional_parameters": more,
     }
     return {key: value for key, value in parameters.items() if value is not None}
 
@@ -122,40 +122,16 @@ def python_command(cluster: Cluster, code: Path | None = None) -> str:
 
 def make_executor(
     cfg: Config, launch: Launch, *, folder: str | Path, name: str, code: Path | None = None
-) -> AutoExecutor:
+) -> Executor:
     """submitit's executor with all that `sbatch_parameters` says; jobs leave their files in ``folder``.
 
     It can be made, and asked for its script, on a machine without Slurm; submitting needs ``sbatch`` on PATH.
     """
-    from unittest import mock
+    from europa_exp.launch.slurm_executor import Executor
 
-    import submitit
-    from submitit.slurm.slurm import SlurmExecutor
-
-    python = python_command(cfg.cluster, code)
-    with contextlib.ExitStack() as stack:
-        if shutil.which("srun") is None:  # submitit then refuses to make one
-            stack.enter_context(mock.patch.object(SlurmExecutor, "affinity", classmethod(lambda cls: 1)))
-        executor = submitit.AutoExecutor(folder=str(folder), cluster="slurm", slurm_python=python)
+    executor = Executor(folder=str(folder), python=python_command(cfg.cluster, code))
     executor.update_parameters(**sbatch_parameters(cfg, launch, name=name, code=code))
     return executor
-
-
-def executor_text(executor: AutoExecutor, n_jobs: int = 1) -> str:
-    """The script that this executor hands to sbatch for ``n_jobs`` jobs (several make one array).
-
-    submitit has no public name for it; this is the only place that uses its private ones.
-    """
-    slurm: Any = executor._executor
-    before = dict(slurm.parameters)
-    try:
-        if n_jobs > 1:
-            slurm.parameters["map_count"] = n_jobs
-        text: str = slurm._make_submission_file_text(slurm._submitit_command_str, "")
-    finally:
-        slurm.parameters.clear()
-        slurm.parameters.update(before)
-    return text
 
 
 def script_text(
@@ -170,7 +146,7 @@ def script_text(
     """The job script of a configuration as submitit hands it to sbatch; ``folder`` is where submitit's files go; every
     submission makes a new one, which without it is called JOB here."""
     place = Path(launch.runs_dir).absolute() / ".submitit" / "JOB" if folder is None else folder
-    return executor_text(make_executor(cfg, launch, folder=place, name=name, code=code), n_jobs)
+    return make_executor(cfg, launch, folder=place, name=name, code=code).text(n_jobs)
 
 
 # --------------------------------------------------------------------------------------------------- shapes and cost

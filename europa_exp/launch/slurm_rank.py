@@ -25,7 +25,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from europa_exp.config.schema import Config
@@ -49,11 +48,11 @@ _BEGIN_S = 120.0
 _WATCHED = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
 
-def work(runs: Sequence[RunFolder], folder: Path, entry: str) -> dict[str, str]:
-    """Be this task of the job: take part in each run in turn; returns run -> state when all went well.
+def work(runs: Sequence[RunFolder], entry: str) -> None:
+    """Be this task of the job: take part in each run in turn, with ``entry`` as the training function.
 
-    ``folder`` is the job's own folder, ``entry`` the training function. After a failure this does not return: the process
-    ends with the exit code of the first rank of its own that failed, or waits to be requeued.
+    After a failure this does not return: the process ends with the exit code of the first rank of its own that failed, or waits
+    to be requeued.
     """
     signals = _Signals()
     worst = 0
@@ -70,7 +69,6 @@ def work(runs: Sequence[RunFolder], folder: Path, entry: str) -> dict[str, str]:
         worst = worst or code
     if worst:
         leave(worst)
-    return {run.name: str(run.status().state) for run in runs} if task.rank == 0 else {}
 
 
 class _Signals:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from europa_exp.config.schema import Executor
-from europa_exp.launch import squeue
+from europa_exp.launch import slurm_start, squeue
 from europa_exp.runs.files import replace_text
 from europa_exp.runs.folder import PROVENANCE_FILE, RunFolder, RunFolderError
 from europa_exp.runs.status import State, Status, now
@@ -263,6 +263,9 @@ def jobs_of(run: RunFolder, status: Status) -> list[str]:
 
 
 def job_ids_in(folder: Path, task: int) -> list[str]:
-    """The job of a task whose submission was never recorded: submitit names its files after it."""
-    jobs = sorted(path.name.removesuffix("_submitted.pkl") for path in folder.glob("*_submitted.pkl"))
-    return [job for job in jobs if (int(job.partition("_")[2]) if "_" in job else 0) == task]
+    """The job of a task whose submission was never recorded: its mark is named after it."""
+    return [
+        job
+        for job in slurm_start.submitted(folder)
+        if (int(job.partition("_")[2]) if "_" in job else 0) == task
+    ]

@@ -33,11 +33,11 @@ import yaml
 
 from europa_exp.runs.files import replace_text, sync_folder, write_text
 from europa_exp.runs.metrics import METRICS_FILE, MetricsRead, read_metrics
-from europa_exp.runs.provenance import CodeState, record
 from europa_exp.runs.status import STATUS_FILE, State, Status, first_record, read_status, write_status
 
 if TYPE_CHECKING:
     from europa_exp.config.schema import Config
+    from europa_exp.runs.provenance import CodeState
 
 CONFIG_FILE = "config.yaml"
 OVERRIDES_FILE = "overrides.yaml"
@@ -275,6 +275,8 @@ def list_runs(runs_dir: str | os.PathLike[str]) -> list[RunFolder]:
 def _fill(
     folder: Path, run: NewRun, text: str, sweep: str | None, command: Sequence[str], code: CodeState
 ) -> None:
+    from europa_exp.runs.provenance import record  # not above: ranks read run folders, and make none
+
     origin = record(
         code,
         command=command,

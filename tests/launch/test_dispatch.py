@@ -9,7 +9,7 @@ import pytest
 from launching import CODE, config, point
 
 from europa_exp.config.schema import Executor
-from europa_exp.launch import already, arrays, attend_slurm, follow, job, squeue, submission, submit
+from europa_exp.launch import already, arrays, attend_slurm, follow, squeue, submission, submit
 from europa_exp.launch.submission import Life, Record
 from europa_exp.runs.folder import NewRun, RunFolder, RunFolderError, create_runs
 from europa_exp.runs.slurm_record import Answer, SlurmState
@@ -108,15 +108,6 @@ def test_slurms_words():
     assert arrays._words(text) == "invalid partition specified: x; Batch job submission failed: Invalid"
 
 
-def test_a_local_job_inside_an_allocation_is_no_rank(monkeypatch):
-    for name in ("SLURM_JOB_ID", "SLURM_PROCID"):
-        monkeypatch.setenv(name, "0")
-    monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
-    assert not job.under_slurm()
-    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
-    assert job.under_slurm()
-
-
 # ---------------------------------------------------------------------------------------------------- what is there
 
 
@@ -208,7 +199,7 @@ def test_local_runs_are_not_slurms(tmp_path, answers):
     assert submission.open_runs(tmp_path / "runs", {submission.key_of(point(cfg), "d")}) == []
 
 
-def test_a_job_that_was_never_recorded_is_found_by_what_submitit_left(tmp_path, answers):
+def test_a_job_that_was_never_recorded_is_found_by_its_mark(tmp_path, answers):
     answers[0]["9_1"] = "RUNNING"
     [run] = made(tmp_path / "runs", slurm_config())
     folder = tmp_path / "job"

@@ -20,9 +20,9 @@ from europa_exp.runs import checkpoints
 from europa_exp.runs.attempts import STOPPED, attempts_of
 from europa_exp.runs.folder import RunFolder
 
-TASK = "import sys; from pathlib import Path; from europa_exp.launch import slurm_rank\n" + (
+TASK = "import sys; from europa_exp.launch import slurm_rank\n" + (
     "from europa_exp.runs.folder import RunFolder\n"
-    "slurm_rank.work([RunFolder(p) for p in sys.argv[2:]], Path('.'), 'rank_targets:' + sys.argv[1])\n"
+    "slurm_rank.work([RunFolder(p) for p in sys.argv[2:]], 'rank_targets:' + sys.argv[1])\n"
 )
 
 SCONTROL = """#!/bin/sh

@@ -55,6 +55,7 @@ CALLS = {
         "nccl.max_ctas=8,16",
         "launch.throttle=2",
         "launch.max_array_size=1001",
+        "+cluster.sbatch_args.hold=true",
     ],
 }
 
@@ -142,8 +143,8 @@ def commands(tmp_path, monkeypatch):
 def test_submitit_hands_over_the_text_that_is_printed(n, commands, tmp_path):
     cfg = composed("cluster=jupiter", "launch.throttle=2")
     executor = slurm.make_executor(cfg, cfg.launch, folder=tmp_path / "job", name="a sweep")
-    text = slurm.executor_text(executor, n)
-    assert text == slurm.executor_text(executor, n)
+    text = executor.text(n)
+    assert text == executor.text(n)
     with executor.batch():
         for _ in range(n):
             executor.submit(os.getpid)
@@ -285,6 +286,20 @@ def test_every_setting_has_its_line():
         "mail-user=a@b.c", "mail-type=ALL", "comment='CPU_POWER_CAP=1;THP=never'", "dependency=afterok:5", "qos=debug",
         "exclusive", "threads-per-core=1", "signal=USR2@77", "nodes=2", "ntasks-per-node=2", "requeue",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        ("true", "hold"), ("True", "hold"), ("''", "hold"), ("'true'", "hold"), ("false", None), ("'False'", None),
+        ("yes", "hold=yes"), ("1", "hold=1"),
+    ],
+)  # fmt: skip
+def test_an_option_without_a_value(value, line):
+    found = {
+        text for text in lines_of("cluster=slurm", f"+cluster.sbatch_args.hold={value}") if "hold" in text
+    }
+    assert found == ({line} if line else set())
 
 
 def test_what_is_not_set_has_no_line():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from pathlib import Path
 
 from europa_exp.runs.metrics import MetricsWriter
 
@@ -16,6 +17,15 @@ def rank() -> int:
 def attempt() -> int:
     """0 at the first start of the job, and one more with each requeue."""
     return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
+def cpu_seconds() -> dict[str, float]:
+    """CPU seconds that this rank and the task that watches over it have used so far, in the code and in the kernel."""
+    me = os.times()
+    # After the command in brackets, which may hold anything: fields 14 and 15, utime and stime, in ticks.
+    fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+    tick = os.sysconf("SC_CLK_TCK")
+    return {"user": me.user + int(fields[11]) / tick, "system": me.system + int(fields[12]) / tick}
 
 
 def write_steps(cfg, run, runtime) -> None:
@@ -30,7 +40,7 @@ def report_environment(cfg, run, runtime) -> None:
     """Each rank writes its environment, its host and its process."""
     place = run.path / "ranks"
     place.mkdir(exist_ok=True)
-    found = {**os.environ, "pid": str(os.getpid())}
+    found = {**os.environ, "pid": str(os.getpid()), "cpu": json.dumps(cpu_seconds())}
     (place / f"{os.environ['SLURM_PROCID']}.json").write_text(json.dumps(found))
     write_steps(cfg, run, runtime)
 

@@ -32,5 +32,5 @@ export PYTHONPATH=<code>"${PYTHONPATH:+:$PYTHONPATH}"
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output <runs>/.submitit/JOB/%j_%t_log.out --error <runs>/.submitit/JOB/%j_%t_log.err --kill-on-bad-exit=1 bash <code>/europa_exp/launch/numa_bind.sh cpu_and_memory go_on <python> -u -m submitit.core._submit <runs>/.submitit/JOB
+srun --unbuffered --output <runs>/.submitit/JOB/%j_%t_log.out --error <runs>/.submitit/JOB/%j_%t_log.err --kill-on-bad-exit=1 bash <code>/europa_exp/launch/numa_bind.sh cpu_and_memory go_on <python> -u -m europa_exp.launch.slurm_start <runs>/.submitit/JOB
 

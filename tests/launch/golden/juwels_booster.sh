@@ -30,5 +30,5 @@ export PYTHONPATH=<code>"${PYTHONPATH:+:$PYTHONPATH}"
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output <runs>/.submitit/JOB/%j_%t_log.out --error <runs>/.submitit/JOB/%j_%t_log.err --kill-on-bad-exit=1 <python> -u -m submitit.core._submit <runs>/.submitit/JOB
+srun --unbuffered --output <runs>/.submitit/JOB/%j_%t_log.out --error <runs>/.submitit/JOB/%j_%t_log.err --kill-on-bad-exit=1 <python> -u -m europa_exp.launch.slurm_start <runs>/.submitit/JOB
 

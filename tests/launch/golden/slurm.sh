@@ -3,6 +3,7 @@
 # Parameters
 #SBATCH --array=0-3%2
 #SBATCH --error=<runs>/.submitit/JOB/%A_%a_0_log.err
+#SBATCH --hold
 #SBATCH --job-name=comm_max_ctas
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=2
@@ -19,5 +20,5 @@ export PYTHONPATH=<code>"${PYTHONPATH:+:$PYTHONPATH}"
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output <runs>/.submitit/JOB/%A_%a_%t_log.out --error <runs>/.submitit/JOB/%A_%a_%t_log.err --kill-on-bad-exit=1 <python> -u -m submitit.core._submit <runs>/.submitit/JOB
+srun --unbuffered --output <runs>/.submitit/JOB/%A_%a_%t_log.out --error <runs>/.submitit/JOB/%A_%a_%t_log.err --kill-on-bad-exit=1 <python> -u -m europa_exp.launch.slurm_start <runs>/.submitit/JOB
 

@@ -1,0 +1,89 @@
+"""Where a task of a Slurm job begins, without Slurm: which runs are its own, whether the job is anybody's, what it imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import HERE, ROOT, config, make_runs
+
+from europa_exp.config.schema import Executor
+from europa_exp.launch import slurm_rank, slurm_start
+from europa_exp.launch.job import Job
+
+ENTRY = """
+import json, os, sys
+def train(cfg, run, runtime):
+    (run.path / "modules.json").write_text(json.dumps(sorted(sys.modules)))
+"""
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """What tasks were told to do: (paths of runs, entry)."""
+    found: list[tuple[list[str], str]] = []
+    monkeypatch.setattr(
+        slurm_rank, "work", lambda runs, entry: found.append(([str(r.path) for r in runs], entry))
+    )
+    return found
+
+
+def folder_of(tmp_path: Path, *marks: str) -> Path:
+    jobs = [Job((f"/r/{i}a", f"/r/{i}b"), str(tmp_path), f"module:entry{i}") for i in range(3)]
+    slurm_start.write(tmp_path, jobs)
+    for mark in marks:
+        slurm_start.mark_submitted(tmp_path, mark)
+    return tmp_path
+
+
+def test_each_task_of_an_array_has_runs_of_its_own(tmp_path, taken):
+    folder = folder_of(tmp_path, "70_2", "70_0", "9")
+    slurm_start.main(folder, {"SLURM_JOB_ID": "72", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "2"})
+    slurm_start.main(folder, {"SLURM_JOB_ID": "70", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "0"})
+    slurm_start.main(folder, {"SLURM_JOB_ID": "9"})
+    assert taken == [
+        (["/r/2a", "/r/2b"], "module:entry2"),
+        (["/r/0a", "/r/0b"], "module:entry0"),
+        (["/r/0a", "/r/0b"], "module:entry0"),
+    ]
+
+
+def test_a_job_whose_submission_broke_off_does_nothing(tmp_path, taken, monkeypatch):
+    monkeypatch.setattr(slurm_start, "_WAIT_S", 0.0)
+    with pytest.raises(SystemExit, match="whoever submitted job 71 was gone"):
+        slurm_start.main(folder_of(tmp_path, "70"), {"SLURM_JOB_ID": "71"})
+    assert taken == []
+
+
+def test_a_rank_starts_light(tmp_path):
+    """Hundreds of ranks start at once, and a file system brings each import to each of them."""
+    cfg = config(1, executor=Executor.slurm, network_interface="lo")
+    cfg.cluster.preload = False
+    [run] = make_runs(tmp_path / "runs", cfg)
+    (tmp_path / "light.py").write_text(ENTRY)
+    job = tmp_path / "job"
+    job.mkdir()
+    slurm_start.write(job, [Job((str(run.path),), str(job), "light:train")])
+    slurm_start.mark_submitted(job, "77")
+    slurm = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "127.0.0.1", "SLURMD_NODENAME": "127.0.0.1"}
+    slurm |= {
+        "SLURM_NTASKS": "1",
+        **dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "europa_exp.launch.slurm_start", str(job)],
+        env={**os.environ, **slurm, "PYTHONPATH": f"{ROOT}:{HERE}:{tmp_path}"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, run.status().state) == (0, "completed"), done.stdout + done.stderr
+    modules = set(json.loads((run.path / "modules.json").read_text()))
+    heavy = {"submitit", "numpy", "asyncio", "omegaconf", "hydra", "torch", "wandb", "importlib.metadata"}
+    assert modules & heavy == set()
+    assert "europa_exp.launch.slurm_rank" in modules
