@@ -5,7 +5,7 @@ One module a group of verbs; importing it registers them, in the order in which 
 
 import sys
 
-from europa_exp.cli import doctor, following, looking, sending  # noqa: F401
+from europa_exp.cli import doctor, following, looking, measuring, sending  # noqa: F401
 from europa_exp.cli.base import app
 
 

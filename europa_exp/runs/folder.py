@@ -9,6 +9,7 @@
       code.diff        what differed from the commit (only when something did)
       status.json      where the run stands
       metrics.jsonl    one line a logged step
+      collectives.jsonl  what the collectives of each logged step carried (profiling.collectives=true)
       runtime.json     what rank 0 met: device, backend, environment
       logs/  checkpoints/  wandb/
 

@@ -39,19 +39,28 @@ class RunMetrics(MetricsProcessor):
         super().__init__(config, **kwargs)
         self._sinks: list[Sink] = []
         self._take_collectives: Callable[[], dict[str, float]] = dict
+        self._record_collectives: Callable[[int, int], None] | None = None
         self._flops = 0.0
         self._last_step = 0
         self._retries_before = 0
 
-    def attach(self, sinks: Sequence[Sink], take_collectives: Callable[[], dict[str, float]]) -> None:
+    def attach(
+        self,
+        sinks: Sequence[Sink],
+        take_collectives: Callable[[], dict[str, float]],
+        record_collectives: Callable[[int, int], None] | None = None,
+    ) -> None:
         """Say where metrics go.
 
         Args:
             sinks: called on rank 0 with (metrics, step).
             take_collectives: what this rank handed to collectives since the last call, by metric name (``comm/...``).
+            record_collectives: called on every rank with (step, steps since the last logged one) after
+                ``take_collectives``, to record more of what was taken.
         """
         self._sinks = list(sinks)
         self._take_collectives = take_collectives
+        self._record_collectives = record_collectives
 
     def start(self, step: int) -> None:
         """Begin the clock of the first interval, so that it does not hold the set-up. ``step``: the last one done."""
@@ -87,6 +96,8 @@ class RunMetrics(MetricsProcessor):
         }
         ranks = _gather(local)
         steps = max(1, step - self._last_step)
+        if self._record_collectives is not None:
+            self._record_collectives(step, steps)
         if dist.get_rank() == 0:
             metrics = self._metrics(ranks, steps)
             metrics.update(

@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torchtitan.tools.logging import init_logger, logger
 
-from europa_exp.comm.accounting import step_metrics
 from europa_exp.config import schema
 from europa_exp.cpu import device
 from europa_exp.runs.attempts import STOPPED
+from europa_exp.runs.collectives import CollectivesWriter, collectives_file
 from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.metrics import MetricsWriter
 from europa_exp.runs.tracking import open_tracker
 from europa_exp.training.assemble import build_trainer
+from europa_exp.training.collectives import CollectiveTables
 from europa_exp.training.metrics import Sink
 from europa_exp.training.nccl_record import NcclRecord
 from europa_exp.training.stopping import Stopped
@@ -28,7 +29,7 @@ def train(cfg: schema.Config, run: RunFolder, runtime: dict[str, Any]) -> None:
 
     Args:
         cfg: the frozen configuration.
-        run: the run folder; rank 0 writes metrics, ``runtime.json`` and W&B there.
+        run: the run folder; rank 0 writes metrics, tables of collectives, ``runtime.json`` and W&B there.
         runtime: what the worker did before torch was imported (the environment that it set, notes). ``stop``, where it is
             there, is a function that says whether this rank was asked to save and stop.
 
@@ -45,6 +46,8 @@ def train(cfg: schema.Config, run: RunFolder, runtime: dict[str, Any]) -> None:
     # W&B starts in a thread of its own while the trainer is built.
     tracker = open_tracker(run, cfg) if is_first else None
     writer = MetricsWriter(run.metrics_file) if is_first else None
+    profiled = cfg.profiling.collectives
+    collectives = CollectivesWriter(collectives_file(run)) if is_first and profiled else None
     exit_code = 1
     try:
         trainer, counter = build_trainer(cfg, run.path)
@@ -54,7 +57,8 @@ def train(cfg: schema.Config, run: RunFolder, runtime: dict[str, Any]) -> None:
             sinks.append(nccl_record)
         if asked is not None:
             trainer.stop_when(asked)
-        trainer.metrics_processor.attach(sinks, lambda: step_metrics(counter.take()))
+        tables = CollectiveTables(counter, collectives)
+        trainer.metrics_processor.attach(sinks, tables.take, tables.record if profiled else None)
         trainer.train()
         trainer.close()
         exit_code = 0
@@ -66,8 +70,9 @@ def train(cfg: schema.Config, run: RunFolder, runtime: dict[str, Any]) -> None:
     finally:
         if nccl_record is not None:
             nccl_record()
-        if writer is not None:
-            writer.close()
+        for record in (writer, collectives):
+            if record is not None:
+                record.close()
         if tracker is not None:
             tracker.finish(exit_code)
     dist.destroy_process_group()
