@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from console import europa
 from recorded import log_steps, record
 
+from europa_exp.runs import checkpoints
 from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.status import State
 
@@ -54,6 +56,21 @@ def test_status_of_recorded_runs(tmp_path: Path) -> None:
     assert europa("status", done.name, runs=tmp_path).returncode == 0
     nothing = europa("status", runs=tmp_path / "nothing")
     assert (nothing.returncode, nothing.stdout) == (0, "")
+
+
+def test_where_checkpoints_lie_is_told(tmp_path: Path) -> None:
+    run = record(tmp_path / "runs", "training.checkpoint_every=5")
+    place = checkpoints.place(run, str(tmp_path / "scratch"))
+    checkpoints.make_place(run, place)
+    (place / "step-5").mkdir()
+    (place / "step-5" / ".metadata").touch()
+    checkpoints.note_saved(run, 5)
+    told = f"1, the newest of step 5, in {place}"
+    assert f"checkpoints of {run.name}: {told}" in europa("status", run.name, runs=tmp_path / "runs").stdout
+    assert f"  checkpoints  {told}\n" in europa("show", run.name, runs=tmp_path / "runs").stdout
+    assert str(place) not in europa("status", runs=tmp_path / "runs").stdout, "the table of many stays one"
+    shutil.rmtree(place)
+    assert "gone: step 5 was saved in" in europa("status", run.name, runs=tmp_path / "runs").stdout
 
 
 def test_a_run_whose_process_is_gone_is_lost(tmp_path: Path) -> None:

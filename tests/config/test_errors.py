@@ -20,6 +20,15 @@ def test_problem_is_one_line_with_field_value_rule_and_way_out():
     assert "=fp8:" in str(problem(ExpertAllGather.fp8))
 
 
+def test_what_there_is_to_choose_from_is_listed_one_a_line():
+    text = str(Problem("rerun", "a", "fits 2 runs", "Type more", ("  ab  (completed)", "ac\n(failed)")))
+    assert text.splitlines() == [
+        "rerun='a': fits 2 runs. Type more.",
+        "      ab  (completed)",
+        "      ac (failed)",
+    ]
+
+
 def test_a_problem_that_many_points_share_is_told_once():
     points = [(f"point {i}", problem(0)) for i in range(48)] + [("point 3", problem(1, "x.y"))]
     message = str(ConfigError(points))

@@ -255,6 +255,17 @@ def test_bad_reruns_are_one_clear_message(submitted, arguments, parts):
     assert [p.name for p in Path("runs").iterdir() if not p.name.startswith(".")] == [run.name]
 
 
+def test_runs_that_a_text_fits_are_listed_one_a_line(submitted):
+    runs = [recorded(f"nccl.max_ctas={n}") for n in (16, 17)]
+    result = call("rerun=max_ctas")
+    assert result.code == 2
+    lines = result.err.splitlines()
+    first = next(i for i, line in enumerate(lines) if "fits 2 runs; type more of the name. Give" in line)
+    for line, run in zip(lines[first + 1 : first + 3], runs, strict=True):
+        assert line.startswith(f"      {run.name}  (created, ")
+    assert submitted == []
+
+
 def test_cfg_job_prints_the_configuration_that_would_run(submitted):
     run = recorded("comm=fp8")
     result = call(f"rerun={run.name}", "--cfg", "job", "nccl.max_ctas=16")

@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 from recorded import log_steps, record
 
-from europa_exp.runs.lookup import Entry, LookupFailed, entries, find, find_all, find_many, find_sweep
+from europa_exp.runs.lookup import (
+    Entry,
+    LookupFailed,
+    entries,
+    find,
+    find_all,
+    find_many,
+    find_sweep,
+    latest_group,
+)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +113,21 @@ def test_runs_without_a_sweep(tmp_path: Path) -> None:
     record(tmp_path, sweep=None)
     with pytest.raises(LookupFailed, match=r"no sweep in .*name the runs"):
         find_sweep(tmp_path, None)
+
+
+def test_the_latest_that_can_be_compared(tmp_path: Path) -> None:
+    with pytest.raises(LookupFailed, match="0 runs, and no sweep or repeats"):
+        latest_group(tmp_path)
+    record(tmp_path, "comm=bf16", sweep=None)
+    with pytest.raises(LookupFailed, match=r"1 runs, .*europa compare RUN RUN"):
+        latest_group(tmp_path)
+    repeats = [record(tmp_path, "comm=fp8", sweep=None, repeat=n) for n in range(2)]
+    title, found = latest_group(tmp_path)
+    assert (title, found) == (f"repeats of {Entry(repeats[0]).identity}", repeats)
+    swept = record(tmp_path, "comm=fp8", sweep="a")
+    assert latest_group(tmp_path) == ("sweep a", [swept])
+    repeats.append(record(tmp_path, "comm=fp8", sweep=None, repeat=2))
+    assert latest_group(tmp_path)[1] == repeats
 
 
 def test_broken_folders_are_listed_with_what_is_wrong(tmp_path: Path) -> None:
