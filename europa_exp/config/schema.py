@@ -224,7 +224,6 @@ class Nccl:
     extra: dict[str, str] = knob({})
     """Any other NCCL variable by its full name, for example +nccl.extra.NCCL_ALGO=Ring. Only NCCL_* names, no plugins or file paths."""
 
-
     record: bool = knob(False)
     """Have NCCL say what it took (NCCL_DEBUG=INFO into a file of each rank), and record that beside what was asked for."""
 
