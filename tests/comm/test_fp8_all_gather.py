@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
+from typing import Any
 
 import fp8_on_ranks
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ranks import run_ranks
 from sharded_moe import Case
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
-from europa_exp.comm.fp8_all_gather import WireLayout, apply_fp8_all_gather
+from europa_exp.comm.fp8_all_gather import FP8AllGather, WireLayout, apply_fp8_all_gather
 from europa_exp.comm.fp8_quant import dequantise, quantise
 from europa_exp.comm.fsdp_groups import Segment
 
@@ -89,6 +97,107 @@ def test_a_broken_weight_is_seen_by_all_ranks_that_hold_its_expert(value: float,
 def test_a_model_without_sharded_experts_is_refused() -> None:
     with pytest.raises(ValueError, match=r"w1_EFD.*comm=bf16"):
         apply_fp8_all_gather(nn.Linear(4, 4))
+
+
+class Arriving(dist.Work):
+    """A gather whose bytes arrive when somebody waits for them."""
+
+    def __init__(self, arrive: Callable[[], Any]) -> None:
+        super().__init__()
+        self.arrive = arrive
+        self.waits: list[timedelta | None] = []
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.waits.append(timeout)
+        self.arrive()
+        return True
+
+
+class Wire(AllGather):
+    """Two ranks of which this one is the first and the second holds the same; tells when a message's memory is gone."""
+
+    rank, size = staticmethod(lambda: 0), staticmethod(lambda: 2)
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        memory = np.full(size, 0xAA, np.uint8)
+        self.memory = weakref.ref(memory)
+        return torch.from_numpy(memory)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        def arrive() -> None:
+            first, second = output_tensor.view(2, -1)
+            assert first.data_ptr() == input_tensor.data_ptr(), "gathered in place: no copy of the message"
+            second.copy_(first)
+
+        self.work = Arriving(arrive)
+        return self.work if async_op else arrive()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("timeout", [None, timedelta(seconds=5)])
+def test_an_asynchronous_gather_dequantises_when_it_is_waited_for_and_frees_its_message(
+    dtype: torch.dtype, timeout: timedelta | None
+) -> None:
+    wire, segments = Wire(), (Segment(200, True), Segment(56, False))
+    shard = torch.randn(256).to(dtype)
+    output = torch.full((512,), torch.nan, dtype=dtype)
+    work = FP8AllGather(lambda: segments, wire)(output, shard, wire, async_op=True)
+    assert isinstance(work, dist.Work), "FSDP waits for nothing else"
+    assert output.isnan().all()
+    assert not work.is_completed()
+    assert wire.memory() is not None
+
+    assert work.wait() if timeout is None else work.wait(timeout)
+    expected = torch.cat([dequantise(*quantise(shard[:200]), dtype), shard[200:]])
+    assert torch.equal(output, expected.repeat(2))
+    assert work.is_completed()
+    wire.work.arrive = None
+    assert wire.memory() is None, "the message stays although its values are there"
+
+    output.zero_()
+    assert work.wait()
+    assert wire.work.waits == [timeout]
+    assert not output.any(), "a second wait dequantised again"
+
+
+def test_a_synchronous_gather_leaves_nothing_but_its_output() -> None:
+    wire = Wire()
+    output = torch.empty(512)
+    assert FP8AllGather(lambda: (Segment(256, True),), wire)(output, torch.randn(256), wire) is None
+    assert output.isfinite().all()
+    wire.work.arrive = None
+    assert wire.memory() is None
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 400), st.booleans()), min_size=1, max_size=6),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(1, 3),
+    st.integers(0, 2**32),
+)
+def test_any_group_of_parameters_comes_back(
+    sizes: list[tuple[int, bool]], dtype: torch.dtype, ranks: int, seed: int
+) -> None:
+    segments = tuple(Segment(numel, expert) for numel, expert in sizes)
+    layout = WireLayout(segments, dtype.itemsize)
+    torch.manual_seed(seed)
+    # one magnitude a parameter, denormals to huge: a block over two of them would swamp the smaller one
+    scales = [2.0 ** torch.randint(-140, 120, ()).item() for _ in segments]
+    parts = [
+        [(torch.randn(part.numel) * scale).to(dtype) for part, scale in zip(segments, scales)]
+        for _ in range(ranks)
+    ]
+    shards = torch.stack([torch.cat(row) for row in parts])
+    messages = torch.full((ranks, layout.nbytes), 0xAA, dtype=torch.uint8)
+    layout.pack(shards, messages)
+    restored = torch.full_like(shards, torch.nan)
+    layout.unpack(messages, restored)
+    for row, ours in zip(parts, restored):
+        expected = [dequantise(*quantise(v), dtype) if part.expert else v for v, part in zip(row, segments)]
+        assert torch.equal(ours, torch.cat(expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

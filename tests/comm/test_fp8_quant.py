@@ -53,6 +53,8 @@ def test_error_within_the_bound_of_the_block_maximum(values: torch.Tensor, dtype
     values = torch.where(values.isfinite(), values, BF16_LARGEST)  # fp32 that bf16 can't hold
     largest = block_maximum(values)
     codes, scales = quantise(values)
+    assert torch.equal(scales.double(), largest.flatten()[::BLOCK])
+    assert (codes.view(torch.uint8) & 0x7F <= 0x7E).all(), "0x7F is E4M3's NaN"
 
     restored = dequantise(codes, scales, torch.float32)
     assert restored.isfinite().all()
@@ -135,6 +137,21 @@ def test_a_broken_value_breaks_its_block_visibly_and_no_other(broken: float, dty
 def test_extremes_keep_their_maximum(largest: float) -> None:
     values = torch.tensor([largest, -largest, 0.0])
     assert torch.equal(dequantise(*quantise(values), torch.float32), values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_block_of_zeros_is_zeros_and_takes_nothing_from_its_neighbours(dtype: torch.dtype) -> None:
+    values = torch.cat([torch.randn(128), torch.zeros(64), -torch.zeros(64), torch.randn(100)]).to(dtype)
+    codes, scales = quantise(values)
+    assert scales[1] == 0
+    assert torch.equal(
+        codes.view(torch.uint8)[128:256], torch.tensor([0x00, 0x80], dtype=torch.uint8).repeat_interleave(64)
+    )
+    restored = dequantise(codes, scales, dtype)
+    assert torch.equal(restored[128:256], values[128:256])
+    assert torch.equal(restored.signbit(), values.signbit())
+    alone = torch.cat([values[:128], values[256:]])
+    assert torch.equal(torch.cat([restored[:128], restored[256:]]), dequantise(*quantise(alone), dtype))
 
 
 def test_refuses_what_it_can_not_quantise() -> None:
