@@ -164,7 +164,9 @@ class _Shares:
 
     def add(self, buffer: Tensor) -> None:
         """Add a reduced buffer; FSDP may reduce a group in parts (the final norm and the LM head with a chunked loss)."""
-        norm = torch.linalg.vector_norm(buffer, dtype=torch.float32) / self.group.division_to_come(buffer.dtype)
+        norm = torch.linalg.vector_norm(buffer, dtype=torch.float32) / self.group.division_to_come(
+            buffer.dtype
+        )
         self._squares[0] += norm.square()
         self._added += buffer.numel()
 

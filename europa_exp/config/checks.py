@@ -7,7 +7,17 @@ is left out, so one mistake gives one message. Nothing here imports torch or wri
 from __future__ import annotations
 
 from europa_exp.config.errors import Problem
-from europa_exp.config.rules import Rule, checkpoints, cluster, gradients, layout, memory, names, resharding
+from europa_exp.config.rules import (
+    Rule,
+    checkpoints,
+    cluster,
+    gradient_norm,
+    gradients,
+    layout,
+    memory,
+    names,
+    resharding,
+)
 from europa_exp.config.rules.values import check_values
 from europa_exp.config.schema import Config
 
@@ -17,6 +27,7 @@ RULES: list[Rule] = [
     *checkpoints.RULES,
     *cluster.RULES,
     *gradients.RULES,
+    *gradient_norm.RULES,
     *resharding.RULES,
     *memory.RULES,
 ]

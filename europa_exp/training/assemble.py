@@ -39,14 +39,12 @@ def build_trainer(cfg: schema.Config, run_dir: Path) -> tuple[EuropaTrainer, Col
     if cfg.optimizer.grad_norm is schema.GradNorm.in_backward:
         norm = GradientNorm(release_lag=cfg.comm.gradient_release_lag)
     spec = model_spec(cfg.model, device_type=device.device_type())
-    spec = after_parallelize(spec, lambda model: _apply_mechanisms(model, cfg, counter, norm))
+    spec = after_parallelize(spec, lambda model: _apply_mechanisms(model, cfg, counter))
     trainer = EuropaTrainer(trainer_config(cfg, spec, run_dir), cfg.model, norm)
     return trainer, counter
 
 
-def _apply_mechanisms(
-    model: torch.nn.Module, cfg: schema.Config, counter: CollectiveCounter, norm: GradientNorm | None
-) -> None:
+def _apply_mechanisms(model: torch.nn.Module, cfg: schema.Config, counter: CollectiveCounter) -> None:
     """What has to happen after ``fully_shard`` and before parameters get memory, in this order."""
     device.prepare_model(model)
     comm = cfg.comm
@@ -65,8 +63,6 @@ def _apply_mechanisms(
         skip_embedding_gather_in_backward(model)
     if cfg.allocator.all_gather_on_compute_stream:
         apply_compute_stream_gather(model)
-    if norm is not None:
-        norm.install(model)
     # Last, so that it counts what the mechanisms above hand to the collectives.
     counter.install(model)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 import torchtitan.trainer
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.trainer import Trainer
 
 from europa_exp.comm.gradient_norm import GradientNorm
@@ -23,17 +24,19 @@ class EuropaTrainer(Trainer):
     Args:
         config: torchtitan's configuration, see ``trainer_config``; its metrics are :class:`RunMetrics`.
         model: our description of the model, for the count of floating-point operations.
-        norm: computes the gradient norm during the backward pass; without it torchtitan computes it afterwards.
+        norm: computes the gradient norm during the backward pass, from the first step on; without it torchtitan computes it
+            afterwards.
     """
 
     metrics_processor: RunMetrics
 
-    def __init__(
-        self, config: Trainer.Config, model: schema.Model, norm: GradientNorm | None = None
-    ) -> None:
+    def __init__(self, config: Trainer.Config, model: schema.Model, norm: GradientNorm | None = None) -> None:
         super().__init__(config)
         self._model = model
         self._norm = norm
+        if norm is not None:
+            (part,) = self.model_parts
+            norm.install(part, accumulates=self.gradient_accumulation_steps > 1)
         self._agreement: Agreement | None = None
         self._stopping = False
 
@@ -73,7 +76,8 @@ class EuropaTrainer(Trainer):
         one, on any number of ranks."""
         torch.manual_seed((self.config.debug.seed or 0) * 1_000_003 + self.step)
         try:
-            super().train_step(data_iterator)
+            with nullcontext() if self._norm is None else _clipping_with(self._norm):
+                super().train_step(data_iterator)
         except RuntimeError as error:
             if str(error).startswith("Loss is not finite"):
                 raise NonFiniteLossError(str(error)) from error
@@ -139,3 +143,23 @@ def _barrier_instead_of_sleep() -> Iterator[None]:
         yield
     finally:
         torchtitan.trainer.time = original
+
+
+@contextmanager
+def _clipping_with(norm: GradientNorm) -> Iterator[None]:
+    """A step whose gradients are clipped by ``norm``. ``Trainer.train_step`` computes the norm and clips by one call of
+    torchtitan's ``dist_utils.clip_grad_norm_``, which is ours for the step. To be dropped when upstream's trainer has a method
+    for it that can be overridden."""
+
+    def clip_grad_norm_(
+        parameters: Sequence[torch.Tensor], max_norm: float, *, foreach: bool, pp_mesh: None, ep_enabled: bool
+    ) -> torch.Tensor:
+        return norm.clip_(parameters, max_norm, foreach=foreach)
+
+    original = dist_utils.clip_grad_norm_
+    dist_utils.clip_grad_norm_ = clip_grad_norm_
+    try:
+        with norm.step():
+            yield
+    finally:
+        dist_utils.clip_grad_norm_ = original

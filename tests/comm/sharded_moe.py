@@ -29,6 +29,7 @@ class Case:
     unshard_async: bool = False
     expert_dim: int = 0
     param_dtype: torch.dtype | None = torch.bfloat16
+    reduce_dtype: torch.dtype = torch.float32
     reshard: bool = True
 
 
@@ -70,7 +71,7 @@ def sharded(case: Case) -> tuple[Model, dict[str, Tensor]]:
     full = {name: param.detach().clone() for name, param in model.named_parameters()}
     world = dist.get_world_size()
     policy = MixedPrecisionPolicy(
-        param_dtype=case.param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=case.param_dtype, reduce_dtype=case.reduce_dtype, cast_forward_inputs=False
     )
     shared: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": case.reshard}
     if case.offload:
