@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,3 +85,22 @@ def test_errors_are_one_message_and_exit_code_2(runs: Path, args: tuple[str, ...
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_show_names_the_file(runs: Path) -> None:
+    assert "collectives  collectives.jsonl" in europa("show", "expert", runs=runs).stdout
+    assert "collectives.jsonl" not in europa("show", "default", runs=runs).stdout
+
+
+def test_nothing_heavy_is_imported(runs: Path) -> None:
+    script = (
+        "import sys\n"
+        "sys.argv = ['europa', 'collectives', 'expert']\n"
+        "from europa_exp.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as leave:\n    assert not leave.code\n"
+        "heavy = {'torch', 'torchtitan', 'wandb', 'hydra', 'numpy', 'submitit'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    env = {**os.environ, "EUROPA_RUNS_DIR": str(runs)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -209,8 +209,15 @@ def _measured(run: "RunFolder") -> list[tuple[str, str]]:
 
 
 def _files(run: "RunFolder") -> list[tuple[str, str]]:
+    from europa_exp.runs.collectives import collectives_file
+
     found = [("folder", str(run.path))]
-    for label, path in (("metrics", run.metrics_file), ("log", run.log(0)), ("launcher", run.launcher_log)):
+    for label, path in (
+        ("metrics", run.metrics_file),
+        ("collectives", collectives_file(run)),
+        ("log", run.log(0)),
+        ("launcher", run.launcher_log),
+    ):
         if path.exists():
             found.append((label, str(path.relative_to(run.path))))
     for path in sorted(run.path.glob("logs/rank_*.error.json")):
