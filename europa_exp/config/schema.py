@@ -669,7 +669,9 @@ class Launch:
     """Points that run in turn inside one Slurm job, on the same nodes: one wait in the queue, and no differences between nodes."""
 
     throttle: int | None = knob(None, within="[1, inf)")
-    """Most tasks of a Slurm array that run at once; null is no limit but Slurm's."""
+    """Most jobs of a sweep that run at once (a job is points_per_job points); null is no limit but Slurm's. A sweep of several
+    arrays (several shapes, or more jobs than an array may have) runs them in turns where their limits would add up to more:
+    nodes then stay idle until the slowest job of a turn has ended."""
 
     max_array_size: int | None = knob(None, within="[2, inf)")
     """Slurm's MaxArraySize (the largest index is one less); larger sweeps become several arrays. null asks scontrol."""

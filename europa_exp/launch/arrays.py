@@ -10,13 +10,13 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from europa_exp.config import schema
-from europa_exp.launch import slurm, slurm_start
+from europa_exp.launch import slurm, slurm_exclude, slurm_start
 from europa_exp.launch.dispatch import JOBS_FOLDER
 from europa_exp.launch.job import Job
 from europa_exp.runs.folder import RunFolder
@@ -45,6 +45,8 @@ class Array:
     """The job's own folder: script, pickles, output."""
     attempts: int = 1
     """Jobs of the chain: where Slurm may not start a job again, further ones wait to continue what did not come to its end."""
+    turn: int = 0
+    """Counts from 0: an array starts when all of the turn before have ended (see ``turns``)."""
 
     @property
     def runs(self) -> list[RunFolder]:
@@ -66,7 +68,26 @@ def plan(
         attempts = 1 if cluster.requeue else max(point.cfg.cluster.max_attempts for point in group)
         for i in range(0, len(tasks), limit):
             arrays.append(Array(tuple(tasks[i : i + limit]), group[0].cfg, make_folder(runs_dir), attempts))
-    return arrays
+    order = turns([len(array.tasks) for array in arrays], launch.throttle)
+    return [replace(array, turn=turn) for array, turn in zip(arrays, order, strict=True)]
+
+
+def turns(sizes: Sequence[int], throttle: int | None) -> list[int]:
+    """For arrays of these sizes, in order, the turn in which each runs, so that never more than ``throttle`` tasks do at once.
+
+    Slurm's own limit (--array=0-9%2) holds for one array. So arrays run side by side as long as their limits add up to no more
+    than ``throttle``, and the others wait for them with --dependency=afterany. That holds whatever starts again in between,
+    and a sweep of one array costs nothing. Where there are several, nodes may stay idle at the end of a turn, until its
+    slowest task has ended.
+    """
+    found, turn, running = [], 0, 0
+    for size in sizes:
+        if throttle is not None:
+            running += min(size, throttle)
+            if running > throttle:
+                turn, running = turn + 1, min(size, throttle)
+        found.append(turn)
+    return found
 
 
 def make_folder(runs_dir: Path) -> Path:
@@ -102,12 +123,20 @@ def _array_limit(text: str) -> int:
 
 
 def submit(
-    array: Array, launch: schema.Launch, *, name: str, entry: str, code: Path | None, after: str | None = None
+    array: Array,
+    launch: schema.Launch,
+    *,
+    name: str,
+    entry: str,
+    code: Path | None,
+    after: str | None = None,
+    behind: Collection[str] = (),
 ) -> list[str]:
     """Hand an array to Slurm; the job of each task, as ``123_4`` (``123`` for a single one). Raises Refused.
 
     ``code`` is the folder that the job imports, without it the one that this process imports. With ``after`` (a job of the
-    same array) it starts when that one has ended and not all of it was a success, and vanishes otherwise.
+    same array) it starts when that one has ended and not all of it was a success, and vanishes otherwise. It does not start
+    before the jobs ``behind`` which it waits have ended, however that was.
     """
     from submitit.core.utils import FailedJobError
 
@@ -116,13 +145,20 @@ def submit(
     jobs = [Job(tuple(str(run.path) for run in task), str(array.folder), entry, "") for task in array.tasks]
     try:
         slurm_start.write(array.folder, jobs)
-        executor = slurm.make_executor(array.cfg, launch, folder=array.folder, name=name, code=code)
+        bad = slurm_exclude.listed(slurm_exclude.place_of(array.runs[0]))
+        executor = slurm.make_executor(
+            array.cfg, launch, folder=array.folder, name=name, code=code, bad_nodes=bad
+        )
         if after is not None:
             more = slurm.sbatch_parameters(array.cfg, launch, name=name)["additional_parameters"]
             executor.update_parameters(
                 dependency=f"afternotok:{after}",
                 additional_parameters={**more, "kill-on-invalid-dep": "yes"},
             )
+        elif behind:
+            jobs_before = ":".join(dict.fromkeys(job.partition("_")[0] for job in behind))
+            conditions = [*filter(None, [launch.dependency]), f"afterany:{jobs_before}"]
+            executor.update_parameters(dependency=",".join(conditions))
         # submitit prints what it raises as well.
         with slurm.clean_environment(), contextlib.redirect_stderr(io.StringIO()):
             if len(jobs) == 1:

@@ -81,7 +81,7 @@ def _cancel_jobs(standings: Sequence[Standing]) -> list[Done]:
     if not to_end:
         return done
     # Newest first: a job that waits for another to end must not begin in between.
-    ids = list(dict.fromkeys(i for s in to_end for i in reversed(jobs[s.run])))
+    ids = sorted({i for s in to_end for i in jobs[s.run]}, key=_number, reverse=True)
     for s in to_end:
         _ask_note(s.run)
     refused = squeue.run(["scancel", *ids])
@@ -109,6 +109,12 @@ def _cancel_jobs(standings: Sequence[Standing]) -> list[Done]:
         else:
             done.append(_mark(s.run, f"job {names} cancelled", also_failed=True))
     return done
+
+
+def _number(job: str) -> tuple[int, int]:
+    """``123_4`` as 123 and 4, which sort as they were submitted."""
+    number, _, task = job.partition("_")
+    return int(number), int(task or 0)
 
 
 def _other_runs(standings: Sequence[Standing], ids: set[str]) -> dict[str, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from europa_exp.config.errors import show as shown
@@ -78,21 +79,30 @@ def _on_slurm(plan: Plan) -> bool:
 
 def _scripts(plan: Plan, stream: TextIO) -> None:
     """The job script of every shape and size of array; a single one without a word, so that it can be put into a file."""
-    from europa_exp.launch import arrays, slurm
+    from europa_exp.launch import arrays, slurm, slurm_exclude
 
     scripts: list[tuple[str, str]] = []
+    sizes: list[int] = []
     for group in slurm.by_shape(plan.points):
         first, most = group[0], arrays.most_tasks(group[0].cfg.launch)
         names = ", ".join(dict.fromkeys(p.name for p in group))
         n_jobs = 1 if first.cfg.cluster.inside_allocation else slurm.n_jobs(group)
         name = plan.sweep or first.name
+        bad = slurm_exclude.listed(slurm_exclude.place(Path(first.cfg.launch.runs_dir), name))
         # A sweep of more jobs than an array may have makes several arrays; all but the last are of one size.
-        for size in dict.fromkeys(min(most, n_jobs - i) for i in range(0, n_jobs, most)):
-            scripts.append((names, slurm.script_text(first.cfg, first.cfg.launch, name=name, n_jobs=size)))
+        chunks = [min(most, n_jobs - i) for i in range(0, n_jobs, most)]
+        sizes += chunks
+        for size in dict.fromkeys(chunks):
+            text = slurm.script_text(first.cfg, first.cfg.launch, name=name, n_jobs=size, bad_nodes=bad)
+            scripts.append((names, text))
     for i, (names, text) in enumerate(scripts, start=1):
         if len(scripts) > 1:
             print(f"# ======== script {i} of {len(scripts)}, for {names}", file=stream)
         print(text, file=stream)
+    throttle = plan.points[0].cfg.launch.throttle
+    if (turn := arrays.turns(sizes, throttle)[-1]) > 0:
+        how = "the next one gets --dependency=afterany with the arrays of the one before"
+        print(f"# launch.throttle={throttle}: {len(sizes)} arrays in {turn + 1} turns; {how}", file=stream)
 
 
 def table(plan: Plan) -> list[tuple[str, ...]]:

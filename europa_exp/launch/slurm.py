@@ -17,6 +17,7 @@ from europa_exp.config import walltime
 from europa_exp.config.errors import Problem
 from europa_exp.config.schema import Cluster, Config, Launch, NumaBinding
 from europa_exp.launch import environment
+from europa_exp.runs.slurm_record import node_names
 
 if TYPE_CHECKING:
     from europa_exp.launch.points import Point
@@ -38,10 +39,13 @@ def minutes(cluster: Cluster) -> int:
     return walltime.minutes(cluster.time_limit)
 
 
-def sbatch_parameters(cfg: Config, launch: Launch, *, name: str, code: Path | None = None) -> dict[str, Any]:
+def sbatch_parameters(
+    cfg: Config, launch: Launch, *, name: str, code: Path | None = None, bad_nodes: Sequence[str] = ()
+) -> dict[str, Any]:
     """What submitit's ``SlurmExecutor.update_parameters`` gets for jobs that run this configuration (or others of its shape).
 
-    ``name`` is the job's name; ``code`` the folder that the job imports `europa_exp` from, without it this one.
+    ``name`` is the job's name; ``code`` the folder that the job imports `europa_exp` from, without it this one; ``bad_nodes``
+    are left out like those of ``cluster.exclude``.
     """
     cluster, layout = cfg.cluster, cfg.parallelism
     more: dict[str, Any] = {"requeue" if cluster.requeue else "no-requeue": True}
@@ -67,7 +71,7 @@ def sbatch_parameters(cfg: Config, launch: Launch, *, name: str, code: Path | No
         "partition": cluster.partition,
         "gres": cluster.gres,
         "comment": cluster.comment,
-        "exclude": cluster.exclude,
+        "exclude": _exclude(cluster, bad_nodes),
         "nodelist": cluster.nodelist,
         "mail_user": cluster.mail_user,
         "mail_type": cluster.mail_type,
@@ -80,6 +84,13 @@ def sbatch_parameters(cfg: Config, launch: Launch, *, name: str, code: Path | No
         "additional_parameters": more,
     }
     return {key: value for key, value in parameters.items() if value is not None}
+
+
+def _exclude(cluster: Cluster, bad_nodes: Sequence[str]) -> str | None:
+    """What the configuration leaves out, and the bad nodes that it does not ask for by name; None for nothing."""
+    known = {*node_names(cluster.exclude or ""), *node_names(cluster.nodelist or "")}
+    more = [node for node in bad_nodes if node not in known]
+    return ",".join([*filter(None, [cluster.exclude]), *more]) or None
 
 
 def _setup(cluster: Cluster, nodes: int, code: Path) -> list[str]:
@@ -121,7 +132,13 @@ def python_command(cluster: Cluster, code: Path | None = None) -> str:
 
 
 def make_executor(
-    cfg: Config, launch: Launch, *, folder: str | Path, name: str, code: Path | None = None
+    cfg: Config,
+    launch: Launch,
+    *,
+    folder: str | Path,
+    name: str,
+    code: Path | None = None,
+    bad_nodes: Sequence[str] = (),
 ) -> Executor:
     """submitit's executor with all that `sbatch_parameters` says; jobs leave their files in ``folder``.
 
@@ -130,7 +147,7 @@ def make_executor(
     from europa_exp.launch.slurm_executor import Executor
 
     executor = Executor(folder=str(folder), python=python_command(cfg.cluster, code))
-    executor.update_parameters(**sbatch_parameters(cfg, launch, name=name, code=code))
+    executor.update_parameters(**sbatch_parameters(cfg, launch, name=name, code=code, bad_nodes=bad_nodes))
     return executor
 
 
@@ -142,11 +159,13 @@ def script_text(
     name: str = "europa",
     n_jobs: int = 1,
     code: Path | None = None,
+    bad_nodes: Sequence[str] = (),
 ) -> str:
     """The job script of a configuration as submitit hands it to sbatch; ``folder`` is where submitit's files go; every
     submission makes a new one, which without it is called JOB here."""
     place = Path(launch.runs_dir).absolute() / ".submitit" / "JOB" if folder is None else folder
-    return make_executor(cfg, launch, folder=place, name=name, code=code).text(n_jobs)
+    executor = make_executor(cfg, launch, folder=place, name=name, code=code, bad_nodes=bad_nodes)
+    return executor.text(n_jobs)
 
 
 # --------------------------------------------------------------------------------------------------- shapes and cost

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from europa_exp.config.schema import Cluster, Config
@@ -23,6 +21,7 @@ from europa_exp.runs import attempts, checkpoints
 from europa_exp.runs.attempts import STOPPED, Reason
 from europa_exp.runs.files import append_line, read_lines, replace_text
 from europa_exp.runs.folder import RunFolder
+from europa_exp.runs.slurm_record import node_names
 from europa_exp.runs.status import ENDED, State, now
 
 SETTLE_S = 1.0
@@ -255,8 +254,33 @@ class Ledger:
         if (why := host_memory.below(line, cluster)) is not None:
             raise host_memory.MemoryFloorError(why)
 
-    def bad_nodes(self, cfg: Config) -> list[str]:
-        """The nodes below the memory floor, added to the list of the sweep; what the job must avoid from now on."""
+    def nodes_to_avoid(self, cfg: Config, *, below_floor: bool) -> list[str]:
+        """What the job must leave out when it starts again, if that is more than it does already; empty otherwise.
+
+        ``below_floor``: it ended because of the memory floor. Then the nodes below it are added to the list of the sweep, and
+        the jobs of the sweep that wait leave them out from now on.
+        """
+        from europa_exp.launch import slurm_exclude  # not above: hundreds of ranks start, and few need it
+
+        bad = self._bad_nodes(cfg) if below_floor else {}
+        path = slurm_exclude.place_of(self.run)
+        listed = set(bad)
+        try:
+            listed |= set(host_memory.exclude(path, bad) if bad else slurm_exclude.listed(path))
+        except OSError as error:
+            self.log(f"{path} can't be written: {error}")
+        if bad:
+            for trouble in slurm_exclude.tell_waiting(self.run, listed):
+                self.log(f"a job of the sweep does not leave them out: {trouble}")
+        if not listed:
+            return []
+        now_out = set(slurm_task.ask(self.task).exclude)
+        before = now_out | set(node_names(cfg.cluster.exclude or ""))
+        more = listed - now_out - set(node_names(cfg.cluster.nodelist or ""))
+        return sorted(before | more) if more else []
+
+    def _bad_nodes(self, cfg: Config) -> dict[str, str]:
+        """The nodes below the memory floor, with why."""
         end = time.monotonic() + _REPORTS_S
         while True:
             bad, reported = self._below_floor(cfg)
@@ -264,12 +288,7 @@ class Ledger:
                 break
             time.sleep(0.1)
         self.log(f"left out from now on: {'; '.join(bad.values())}")
-        excluded = set(bad)
-        try:
-            excluded |= set(host_memory.exclude(exclude_file(self.run), bad))
-        except OSError as error:
-            self.log(f"{exclude_file(self.run)} can't be written: {error}")
-        return sorted(excluded | set(slurm_task.ask(self.task).exclude))
+        return bad
 
     def _below_floor(self, cfg: Config) -> tuple[dict[str, str], int]:
         """The nodes whose ranks reported too little memory, with why, and how many ranks reported in this start."""
@@ -290,12 +309,6 @@ class Ledger:
                 file.write(line)
         except OSError:
             print(f"{self.run.name}: {line}", end="", file=sys.stderr, flush=True)
-
-
-def exclude_file(run: RunFolder) -> Path:
-    """Where the nodes lie that the sweep of a run (a run without one: the run) must not get again."""
-    stem = re.sub(r"[^A-Za-z0-9._=,+@-]+", "_", str(run.provenance().get("sweep") or run.name))
-    return run.path.parent / ".sweeps" / f"{stem}.exclude.json"
 
 
 def _as_failure(record: dict[str, Any]) -> Failure:

@@ -330,8 +330,11 @@ class _Turn:
         if self.cfg is None:
             self.ledger.close(State.failed, reason, code=self.code, error=error)
             return code
+        # Also where this run is not tried again: others of the sweep must not meet the nodes.
+        bad = self.ledger.nodes_to_avoid(self.cfg, below_floor=reason is Reason.memory_floor)
         if self.requeued_by_slurm and self.ending is not None:
             self.ledger.close(State.queued, reason, code=self.code, why=self.ending[1])
+            self._avoid(str(self.task.job), bad)
             _wait_to_be_killed()
         decision = retry.decide(
             self.ledger.attempts_with_step(self.code),
@@ -342,7 +345,7 @@ class _Turn:
         if isinstance(decision, retry.Stop):
             self.ledger.close(State.failed, reason, code=self.code, error=error, why=decision.reason)
             return code
-        return self._again(self.cfg, reason, error, decision.why, code)
+        return self._again(self.cfg, reason, error, decision.why, code, bad)
 
     def _others_succeeded(self) -> bool:
         """Wait for the other tasks, whose ranks may end later than this one or fail at their exit. False: one failed, or the
@@ -369,9 +372,16 @@ class _Turn:
                 return True
             self.signals.wait(0.2)
 
-    def _again(self, cfg: Config, reason: Reason, error: dict[str, Any] | None, why: str, code: int) -> int:
-        """Start again: by a requeue, or by the next job of the chain."""
-        bad = self.ledger.bad_nodes(cfg) if reason is Reason.memory_floor else []
+    def _again(
+        self,
+        cfg: Config,
+        reason: Reason,
+        error: dict[str, Any] | None,
+        why: str,
+        code: int,
+        bad: Sequence[str],
+    ) -> int:
+        """Start again: by a requeue, or by the next job of the chain, without the nodes that are ``bad``."""
         if cfg.cluster.requeue and not cfg.cluster.inside_allocation:
             # Before Slurm is asked: it kills this process.
             self.ledger.close(State.queued, reason, code=self.code, error=error, why=why, ended=False)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from europa_exp.config import schema
-from europa_exp.launch import arrays, slurm, snapshot, submission
+from europa_exp.launch import arrays, host_memory, slurm, slurm_exclude, snapshot, submission
 from europa_exp.launch.already import Sorted, Todo, epitaph, sort_out
 from europa_exp.launch.attend import INTERRUPTED, Stops
 from europa_exp.launch.submission import JOB_IDS, Record
@@ -127,6 +127,7 @@ class _Submission:
         fresh = self._create(todo)
         pairs = [*zip([p for p, _ in todo.fresh], fresh, strict=True), *((p, o.run) for p, o in todo.again)]
         taken: list[RunFolder] = []
+        _tell_left_out(pairs[0][1])
         try:
             planned = self._prepare(pairs, todo, fresh)
             refusal = self._submit(planned, taken)
@@ -201,12 +202,21 @@ class _Submission:
     def _submit(self, planned: Sequence[arrays.Array], taken: list[RunFolder]) -> str | None:
         """Submit array after array; ``taken`` grows. Returns why it stopped before the last, if it did."""
         assert self._record is not None
+        by_turn: dict[int, list[str]] = {-1: self._jobs_before(planned)}
+        self._tell_turns(planned, by_turn[-1])
         for array in planned:
             if self._stops.count:
                 return "interrupted"
             name = self._sweep or array.runs[0].name
             try:
-                ids = arrays.submit(array, self._launch, name=name, entry=self._entry, code=self._imports)
+                ids = arrays.submit(
+                    array,
+                    self._launch,
+                    name=name,
+                    entry=self._entry,
+                    code=self._imports,
+                    behind=by_turn[array.turn - 1],
+                )
             except arrays.Refused as error:
                 # Interrupted, or timed out, sbatch may have got through all the same.
                 arrays.cancel_unrecorded([array.folder])
@@ -214,6 +224,7 @@ class _Submission:
             taken += array.runs
             self._unused.remove(array.folder)
             chain = [ids, *self._chain(array, name, ids)]
+            by_turn.setdefault(array.turn, []).extend(job for jobs in chain for job in jobs[:1])
             for index, task in enumerate(array.tasks):
                 for run in task:
                     self._record.runs[run.name]["job_id"] = ids[index]
@@ -221,6 +232,25 @@ class _Submission:
         self._record.unfinished.remove(self._key)
         self._record.write()
         return None
+
+    def _jobs_before(self, planned: Sequence[arrays.Array]) -> list[str]:
+        """The jobs of earlier calls that work on the same sweep and are not over: ``launch.throttle`` holds for all of it."""
+        assert self._record is not None
+        if self._launch.throttle is None:
+            return []
+        mine = {run.name for array in planned for run in array.runs}
+        return submission.living_jobs(
+            self._runs_dir, [name for name in self._record.runs if name not in mine]
+        )
+
+    def _tell_turns(self, planned: Sequence[arrays.Array], before: Sequence[str]) -> None:
+        turns = planned[-1].turn + 1
+        limit = f"note: launch.throttle={self._launch.throttle} holds for the whole sweep:"
+        if before:
+            jobs = ", ".join(dict.fromkeys(job.partition("_")[0] for job in before))
+            print(f"{limit} these runs wait until job {jobs} has ended")
+        if turns > 1:
+            print(f"{limit} its {len(planned)} arrays run in {turns} turns, one after the other")
 
     def _chain(self, array: arrays.Array, name: str, ids: list[str]) -> list[list[str]]:
         """The jobs that wait to continue an array where Slurm may not start it again."""
@@ -307,6 +337,16 @@ class _Submission:
             "The same command, typed again, submits the rest and doubles nothing.",
             file=sys.stderr,
         )
+
+
+def _tell_left_out(run: RunFolder) -> None:
+    """The nodes that the jobs will not get because an earlier one of the sweep found them bad."""
+    path = slurm_exclude.place_of(run)
+    entries = host_memory.excluded(path)
+    for entry in entries:
+        print(f"note: {entry['node']} is left out since {entry.get('date')}: {entry.get('reason')}")
+    if entries:
+        print(f"note: without its entry in {os.path.relpath(path)} a node can be had again")
 
 
 def _count(n: int, word: str) -> str:

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 SWEEPS_FOLDER = ".sweeps"
 """Under the runs folder: one record a sweep."""
+
+EXCLUDE_SUFFIX = ".exclude.json"
+"""Beside the record of a sweep: the nodes that it must not get again (see ``slurm_exclude``)."""
 
 OPEN = (State.created, State.queued, State.running)
 """States of a run that is not over, if somebody still works on it."""
@@ -139,7 +142,7 @@ def unfinished(runs_dir: Path, key: str) -> Record | None:
     """The newest record of a sweep whose submission by an identical call broke off."""
     found: list[Record] = []
     for path in (runs_dir.absolute() / SWEEPS_FOLDER).glob("*.json"):
-        if not path.name.endswith(".exclude.json") and key.encode() in _bytes(path):
+        if not path.name.endswith(EXCLUDE_SUFFIX) and key.encode() in _bytes(path):
             record = Record.read(path)
             if key in record.unfinished and record.sweep is not None:
                 found.append(record)
@@ -247,6 +250,14 @@ def _life(ids: Sequence[str], answer: squeue.Answer) -> tuple[Life, str]:
     if len(known) < len(ids) and not answer.known:
         return Life.unclear, "; ".join(answer.silent)
     return Life.dead, known[-1].text() if known else "Slurm knows it no more"
+
+
+def living_jobs(runs_dir: Path, names: Iterable[str]) -> list[str]:
+    """The Slurm jobs of those of these runs that are not over; a job counts as living unless Slurm says otherwise."""
+    found = ((run := RunFolder(runs_dir / name), run.status()) for name in names)
+    ids = [job for run, status in found if status.state in OPEN for job in jobs_of(run, status)]
+    known = squeue.ask(ids).jobs
+    return [job for job in ids if job not in known or not known[job].ended]
 
 
 def jobs_of(run: RunFolder, status: Status) -> list[str]:

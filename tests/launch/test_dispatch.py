@@ -101,6 +101,25 @@ def test_chains_only_where_slurm_may_not_requeue(tmp_path):
     assert [array.attempts for array in loose + chained] == [1, 3]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "throttle", "expected"),
+    [
+        ([11, 11, 3], 2, [0, 1, 2]),
+        ([11, 11, 3], None, [0, 0, 0]),
+        ([1, 1, 1, 1, 1], 2, [0, 0, 1, 1, 2]),
+        ([4, 1, 1, 9], 6, [0, 0, 0, 1]),
+        ([3], 1, [0]),
+    ],
+)
+def test_arrays_take_turns_under_a_throttle(sizes, throttle, expected):
+    found = arrays.turns(sizes, throttle)
+    assert found == expected
+    if throttle is not None:
+        for turn in found:
+            together = [min(size, throttle) for size, its in zip(sizes, found) if its == turn]
+            assert sum(together) <= throttle
+
+
 def test_slurms_words():
     text = (
         "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid\n"

@@ -14,7 +14,7 @@ import pytest
 from launching import config, environ, make_runs, until
 
 from europa_exp.config.schema import Executor
-from europa_exp.launch import environment, slurm_ledger
+from europa_exp.launch import environment, slurm_exclude
 from europa_exp.launch.slurm_task import LayoutError, Task
 from europa_exp.runs import checkpoints
 from europa_exp.runs.attempts import STOPPED, attempts_of
@@ -411,7 +411,7 @@ def test_a_memory_floor_names_all_nodes_and_avoids_them(step, tmp_path):
     until(lambda: "update" in step.asked())
     asked = step.asked().splitlines()
     assert asked.index("requeue 77") < asked.index("update JobId=77 ExcNodeList=127.0.0.1"), asked
-    entries = json.loads(slurm_ledger.exclude_file(run).read_text())
+    entries = json.loads(slurm_exclude.place_of(run).read_text())
     assert [entry["node"] for entry in entries] == ["127.0.0.1"]
     assert attempts(run)[0]["reason"] == "memory_floor"
 

@@ -110,3 +110,26 @@ def test_more_points_than_an_array_takes(start_slurm, tmp_path):
     for i in range(25):
         [row] = RunFolder(tmp_path / "runs" / f"run{i}").metrics()
         assert row["training/seed"] == i
+
+
+def most_at_once(runs_dir) -> int:
+    """The most runs whose ranks were at work at the same moment."""
+    lines = [line for path in runs_dir.glob("run*/times") for line in path.read_text().splitlines()]
+    spans = [tuple(map(float, line.split())) for line in lines]
+    return max(sum(begin <= moment < end for begin, end in spans) for moment, _ in spans)
+
+
+def test_the_throttle_holds_for_all_arrays_of_a_sweep(start_slurm, tmp_path):
+    """25 points in three arrays, one of them started twice, and three of another shape: never more than two at once."""
+    slurm = start_slurm(nodes=4, MAX_ARRAY_SIZE=11)
+    steps, throttle = "training.steps=1", "launch.throttle=2"
+    again = ("cluster.requeue=true", "cluster.max_attempts=2")
+    configs = [config(1, 1, f"training.seed={i}", steps, throttle, *again) for i in range(25)]
+    other = [config(2, 1, f"training.seed={i}", steps, throttle, *again) for i in range(30, 33)]
+    code, out = submit(slurm, tmp_path / "runs", "slurm_targets:take_a_second", [*configs, *other])
+    assert code == 0, out + evidence(tmp_path / "runs")
+    assert set(states(tmp_path / "runs").values()) == {"completed"}
+    assert "launch.throttle=2 holds for the whole sweep: its 4 arrays run in 4 turns" in out
+    assert len({job.partition("_")[0] for job in array_ids(tmp_path / "runs")}) == 4
+    assert len((tmp_path / "runs" / "run7" / "times").read_text().splitlines()) == 2
+    assert most_at_once(tmp_path / "runs") == 2

@@ -12,10 +12,11 @@ import pytest
 from clusters import Cluster, until
 from submitting import config, submit, wait_for_state
 
-from europa_exp.launch.slurm_ledger import exclude_file
+from europa_exp.launch import slurm_exclude
 from europa_exp.runs import checkpoints
 from europa_exp.runs.attempts import attempts_of
 from europa_exp.runs.folder import RunFolder
+from europa_exp.runs.slurm_record import node_names
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -98,10 +99,46 @@ def test_nodes_below_the_memory_floor_are_left_out(slurm, tmp_path):
     used = [set(attempt["nodes"]) for attempt in attempts(run)]
     assert not used[0] & used[1], "the nodes that were found bad are not used again"
     assert {attempt["reason"] for attempt in attempts(run)} == {"memory_floor"}
-    entries = json.loads(exclude_file(run).read_text())
+    entries = json.loads(slurm_exclude.place_of(run).read_text())
     assert {entry["node"] for entry in entries} == used[0] | used[1]
     assert all("memory_floor_gib=100000" in entry["reason"] and entry["date"] for entry in entries)
     job = run.status().extra["job_id"]
     until(lambda: slurm.job(job)["JobState"] == "PENDING", 60)
     assert set(slurm.job(job)["ExcNodeList"].split(",")) == used[0] | used[1]
     assert run.status().state == "queued"
+
+
+def test_the_whole_sweep_leaves_bad_nodes_out(slurm, tmp_path):
+    """Run 0 finds its nodes bad. A run that waits in the same array, one in another job, and one that is submitted later to
+    the same sweep leave them out as well, and go on leaving out what each was told to."""
+    runs = tmp_path / "runs"
+    common = ("launch.detach=true", "launch.throttle=1", "cluster.requeue=true", "cluster.max_attempts=2")
+    own = "cluster.exclude=127.0.0.4"
+    picky = config(1, 1, "cluster.memory_floor_gib=100000", "cluster.memory_floor_scope=host", own, *common)
+    patient = config(1, 1, "training.seed=2", own, *common)
+    other = config(
+        1, 2, "training.seed=3", "cluster.exclude=127.0.0.3", "+cluster.sbatch_args.hold=true", *common
+    )
+    code, out = submit(slurm, runs, "dispatch_targets:count_starts", [picky, patient, other])
+    assert code == 0, out
+    first, second, third = (RunFolder(runs / f"run{i}") for i in range(3))
+    assert wait_for_state(first.path, *ENDED) == "failed", explain(first)
+    assert [a["reason"] for a in attempts(first)] == ["memory_floor"] * 2
+    assert [a["nodes"] for a in attempts(first)] == [["127.0.0.1"], ["127.0.0.2"]]
+    assert wait_for_state(second.path, *ENDED) == "completed", explain(second)
+    # It started when one node was known to be bad, or both.
+    assert attempts(second)[0]["nodes"][0] in ("127.0.0.2", "127.0.0.3"), explain(second)
+    held = slurm.job(third.status().extra["job_id"])
+    assert held["JobState"] == "PENDING"
+    assert set(node_names(held["ExcNodeList"])) == {"127.0.0.1", "127.0.0.2", "127.0.0.3"}, explain(first)
+    assert "does not leave them out" not in first.launcher_log.read_text()
+
+    later = config(1, 1, "training.seed=4", "cluster.exclude=127.0.0.4", *common[1:3], "launch.detach=true")
+    later.launch.throttle = None
+    code, out = submit(slurm, runs, "dispatch_targets:count_starts", [later])
+    assert code == 0, out
+    assert "note: 127.0.0.1 is left out since 20" in out
+    assert "note: 127.0.0.2 is left out since 20" in out
+    fourth = RunFolder(runs / "run0-r2")
+    assert wait_for_state(fourth.path, *ENDED) == "completed", explain(fourth)
+    assert attempts(fourth)[0]["nodes"] == ["127.0.0.3"]
