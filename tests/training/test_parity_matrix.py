@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 from compose import composed
 from ranks import run_ranks
 
@@ -83,16 +82,11 @@ def train_plain(frozen: str, folder: str) -> Trained:
     return watched(Trainer(replace(config, metrics=MetricsProcessor.Config(log_freq=1))))
 
 
-def train_each(frozen: Sequence[str], folder: str) -> list[Trained]:
-    """Our trainer with every configuration in turn, in the same processes."""
+def train_ours(frozen: str, folder: str) -> Trained:
     from europa_exp.training.assemble import build_trainer
 
-    results = []
-    for text in frozen:
-        trainer, _ = build_trainer(io.from_yaml(text), Path(folder))
-        results.append(watched(trainer))
-        dist.destroy_process_group()
-    return results
+    trainer, _ = build_trainer(io.from_yaml(frozen), Path(folder))
+    return watched(trainer)
 
 
 def watched(trainer: Any) -> Trained:
@@ -119,23 +113,20 @@ def watched(trainer: Any) -> Trained:
     return Trained(losses, norms, gradients)
 
 
-def configurations(
-    gather: str, reduce: str, layout: Sequence[str] = (), exact: Sequence[Any] = EXACT
-) -> list[str]:
-    return [io.to_yaml(composed(*COMMON, *layout, gather, reduce, *others)) for others in exact]
-
-
 def compare(
-    folder: Path, world: int, layout: Sequence[str], gather: str, reduce: str, exact: Sequence[Any]
+    folder: Path, world: int, layout: Sequence[str], gather: str, reduce: str, exact: Sequence[Sequence[str]]
 ) -> None:
-    plain = run_ranks(world, train_plain, io.to_yaml(composed(*COMMON, *layout)), str(folder))
-    ranks = run_ranks(
-        world, train_each, configurations(gather, reduce, layout, exact), str(folder), timeout=580
-    )
-    for rank, (reference, results) in enumerate(zip(plain, ranks, strict=True)):
-        same_arithmetic = results[0]
-        for others, result in zip(exact, results, strict=True):
+    def train(function: Any, *overrides: str) -> list[Trained]:
+        cfg = composed(*COMMON, *layout, *overrides)
+        return run_ranks(world, function, io.to_yaml(cfg), str(folder))
+
+    plain = train(train_plain)
+    bare = train(train_ours, gather, reduce)
+    for others in exact:
+        results = bare if not others else train(train_ours, gather, reduce, *others)
+        for rank, result in enumerate(results):
             where = f"rank {rank}, {gather} {reduce} {' '.join(others)}"
+            reference, same_arithmetic = plain[rank], bare[rank]
             assert len(result.losses) == STEPS, where
             assert result.loss_differs_by(reference) <= 0.01, where
             # Among runs of the same gather and reduction, and against plain FSDP where those are its own.
@@ -150,10 +141,12 @@ def compare(
                 # The same bf16 gradients, summed in fp32 in another order.
                 for name, gradient in result.gradients.items():
                     np.testing.assert_allclose(gradient, reference.gradients[name], rtol=1e-5, atol=1e-7)
-        if gather == GATHERS[1]:
-            assert not same_arithmetic.same_gradients(reference), "the gathered weights were not quantised"
+    if gather == GATHERS[1]:
+        quantised = [not mine.same_gradients(its) for mine, its in zip(bare, plain, strict=True)]
+        assert all(quantised), "the gathered weights were not quantised"
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("reduce", REDUCES)
 @pytest.mark.parametrize("gather", GATHERS)
 def test_all_combinations_on_four_ranks(tmp_path: Path, gather: str, reduce: str) -> None:
