@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,13 @@ from typing import Any
 import pytest
 from compose import composed
 from ranks import run_ranks
+from torch.distributed.checkpoint import FileSystemWriter
 
 from europa_exp.config import io
 from europa_exp.config.schema import Config
 from europa_exp.runs import checkpoints
 from europa_exp.runs.folder import RunFolder
+from europa_exp.training.checkpointing import KeepingCheckpointManager
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +40,7 @@ def on_two(*overrides: str) -> Config:
 def train(
     frozen: str, folder: str, after_step: Callable[..., None] | None, stop_at: int | None
 ) -> dict[str, Any]:
-    """Train; ``after_step(step, place)`` is called on rank 0 once a step is done and saved. What this rank saw."""
+    """Train; ``after_step(step, place, manager)`` is called on rank 0 once a step is done and saved. What this rank saw."""
     from europa_exp.training.assemble import build_trainer
     from europa_exp.training.stopping import Stopped
 
@@ -51,7 +55,8 @@ def train(
 
     def between_steps() -> bool:
         if after_step is not None and trainer.step and os.environ["RANK"] == "0":
-            after_step(trainer.step, checkpoints.place(run, cfg.cluster.checkpoint_dir))
+            place = checkpoints.place(run, cfg.cluster.checkpoint_dir)
+            after_step(trainer.step, place, trainer.checkpointer)
         return goes_on()
 
     trainer.should_continue_training = between_steps
@@ -76,12 +81,33 @@ def names(folder: Path) -> set[str]:
 # ------------------------------------------------------------------------------------------------------------- the rule
 
 
-def never_too_few(step: int, place: Path) -> None:
-    """Saved at every step: of those before this one, the newest is whole at any time, and the rule's four at most are there."""
-    steps = [c.step for c in checkpoints.found(place) if c.whole]
-    assert step < 2 or {step, step - 1} & set(steps), (step, steps)
-    newest = [s for s in steps if s % 4]
-    assert len(newest) <= 3, (step, steps)
+LOOKED_AT = threading.Event()
+
+
+def as_the_rule_says(step: int, place: Path, manager: KeepingCheckpointManager) -> None:
+    """With one saved at every step: at any time the newest of them is whole, and one more is there than the rule keeps."""
+    there = checkpoints.found(place)
+    whole = [c.step for c in there if c.whole]
+    assert step < 2 or {step, step - 1} & set(whole), (step, there)
+    assert len([c for c in there if c.step % 5 and c.step <= step]) <= 3, (step, there)
+    if manager.save_future is None:
+        return
+    if step == 1:
+        write_last_file = FileSystemWriter.finish
+
+        def slowly(*args: Any, **kwargs: Any) -> None:
+            # Longer than the steps in between, as where checkpoints are large; the third as long as this test looks at it.
+            time.sleep(0.1)
+            assert manager._writing != 3 or LOOKED_AT.wait(60)
+            write_last_file(*args, **kwargs)
+
+        FileSystemWriter.finish = slowly
+    if step == 3:
+        while not (place / "step-3").is_dir():
+            time.sleep(0.01)
+        manager._purge_stale_checkpoints()
+        assert [(c.step, c.whole) for c in checkpoints.found(place)] == [(1, True), (2, True), (3, False)]
+        LOOKED_AT.set()
 
 
 @pytest.mark.parametrize("mode", ["false", "true"], ids=["sync", "async"])
@@ -91,21 +117,21 @@ def test_newest_and_every_nth_are_kept_through_a_stop(tmp_path: Path, mode: str)
         "training.steps=10",
         "training.checkpoint_every=1",
         "training.checkpoint_keep=2",
-        "training.checkpoint_keep_every=4",
+        "training.checkpoint_keep_every=5",
     )
     place = tmp_path / "checkpoints"
-    first = on_ranks(cfg, tmp_path, never_too_few, stop_at=6)
-    assert first["step"] in (6, 7)
+    first = on_ranks(cfg, tmp_path, as_the_rule_says, stop_at=7)
+    assert first["step"] in (7, 8)
     before = names(place)
-    assert before == {"step-4"} | {f"step-{first['step'] - back}" for back in (0, 1)}
+    assert before == {"step-5"} | {f"step-{first['step'] - back}" for back in (0, 1)}
 
     # What a killed job leaves: one cut before, one cut at a step that comes again, one half removed.
-    for cut in ("step-2", "step-8", ".removed-1-abcdef"):
+    for cut in ("step-2", "step-9", ".removed-1-abcdef"):
         (place / cut).mkdir()
         (place / cut / "__1_0.distcp").write_bytes(b"cut")
-    second = on_ranks(cfg, tmp_path, never_too_few)
+    second = on_ranks(cfg, tmp_path, as_the_rule_says)
     assert min(second["losses"]) == first["step"] + 1
-    assert names(place) == {"step-4", "step-8", "step-9", "step-10"}
+    assert names(place) == {"step-5", "step-9", "step-10"}
     assert all(c.whole for c in checkpoints.found(place))
     assert checkpoints.newest_saved(RunFolder(tmp_path)) == 10
 
@@ -121,12 +147,12 @@ def test_cut_checkpoints_push_no_whole_one_out(tmp_path: Path) -> None:
     assert {"step-4", "step-5"} <= names(place)
 
 
-def clean_scratch_after_3(step: int, place: Path) -> None:
+def clean_scratch_after_3(step: int, place: Path, manager: Any) -> None:
     if step == 3:
         place.rename(place.with_name("cleaned"))
 
 
-def refuse_to_remove(step: int, place: Path) -> None:
+def refuse_to_remove(step: int, place: Path, manager: Any) -> None:
     def refuse(checkpoint: Any) -> Path:
         raise PermissionError(13, "Permission denied", str(checkpoint.path))
 
