@@ -102,8 +102,8 @@ def log_steps(
                 "time/step_s": 512 / rate,
                 "time/data_s": 0.001,
                 "memory/peak_host_gib": 0.9,
-                "comm/all_gather_gib": gather_gib,
-                "comm/reduce_gib": 0.25,
+                "comm/all_gather_sent_gib": gather_gib,
+                "comm/reduce_sent_gib": 0.25,
                 "tokens_seen": 2048 * step,
             }
             writer.write({**row, **more(step)}, step)

@@ -40,4 +40,4 @@ def test_rungs_9_to_13_together_train_as_rung_8_does(tmp_path: Path) -> None:
         # Sums of the same bf16 gradients in another order.
         assert after["loss/global_avg"] == pytest.approx(before["loss/global_avg"], rel=1e-4)
         assert after["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-3)
-        assert after["comm/reduce_gib"] == pytest.approx(before["comm/reduce_gib"] / 2, rel=1e-6)
+        assert after["comm/reduce_sent_gib"] == pytest.approx(before["comm/reduce_sent_gib"] / 2, rel=1e-6)

@@ -84,20 +84,21 @@ class Tally:
 
 
 def step_metrics(counts: dict[Kind, Traffic]) -> dict[str, float]:
-    """`take()` as metrics of a step, in GiB that this rank handed over.
+    """`take()` as metrics of a step, in GiB that left this rank (`Traffic.sent_bytes`).
 
-    `comm/all_gather_gib` (parameters), `comm/reduce_gib` (gradients, whatever carries them, and the all-reduce across
-    replicas), `comm/all_to_all_gib` (routed tokens). What was not called is absent.
+    `comm/all_gather_sent_gib` (parameters), `comm/reduce_sent_gib` (gradients, whatever carries them, and the all-reduce across
+    replicas), `comm/all_to_all_sent_gib` (routed tokens). What was not called is absent. Sent, not handed over: a gather inside
+    a node is handed more than one over all ranks, and sends less.
     """
     metrics: dict[str, float] = {}
     for kind, traffic in counts.items():
         if kind.role == TOKENS:
-            name = "comm/all_to_all_gib"
+            name = "comm/all_to_all_sent_gib"
         elif kind.collective is Collective.all_gather:
-            name = "comm/all_gather_gib"
+            name = "comm/all_gather_sent_gib"
         else:
-            name = "comm/reduce_gib"
-        metrics[name] = metrics.get(name, 0.0) + traffic.handed_bytes / GIB
+            name = "comm/reduce_sent_gib"
+        metrics[name] = metrics.get(name, 0.0) + traffic.sent_bytes(kind) / GIB
     return metrics
 
 

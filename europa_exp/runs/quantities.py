@@ -75,8 +75,13 @@ QUANTITIES: dict[str, Quantity] = {
         Quantity("memory/peak_host_gib", "peak host GiB", "GiB", Value.peak, Noise.runs, False, _MORE),
         Quantity("memory/allocator_retries", "alloc retries", "", Value.total, Noise.runs, False, _MORE),
         Quantity("memory/ranks_with_retries", "ranks w/ retries", "", Value.peak, Noise.runs, False, _MORE),
-        Quantity("comm/all_gather_gib", "all-gather GiB", "GiB", Value.median, Noise.exact, False, _MORE),
-        Quantity("comm/reduce_gib", "reduce GiB", "GiB", Value.median, Noise.exact, False, _MORE),
+        Quantity(
+            "comm/all_gather_sent_gib", "all-gather GiB sent", "GiB", Value.median, Noise.exact, False, _MORE
+        ),
+        Quantity("comm/reduce_sent_gib", "reduce GiB sent", "GiB", Value.median, Noise.exact, False, _MORE),
+        Quantity(
+            "comm/all_to_all_sent_gib", "token GiB sent", "GiB", Value.median, Noise.steps, False, _MORE
+        ),
         Quantity("loss/global_avg", "end loss", "", Value.end, Noise.seeds, False),
         Quantity("loss/global_max", "end loss (max)", "", Value.end, Noise.seeds, False),
         Quantity("grad_norm", "grad norm", "", Value.median, Noise.seeds, None),
@@ -88,8 +93,8 @@ DEFAULT = (
     "throughput/tokens_per_second_per_gpu",
     "memory/peak_reserved_gib",
     "memory/peak_host_gib",
-    "comm/all_gather_gib",
-    "comm/reduce_gib",
+    "comm/all_gather_sent_gib",
+    "comm/reduce_sent_gib",
     "loss/global_avg",
 )
 """Shown when nobody asks for others, where at least one run has them. Host memory gives way to device memory."""

@@ -68,9 +68,10 @@ def test_counts_what_the_collectives_were_given(ranks: int, case: Case, fp8: boo
         assert rows_total(rows, "reduce_scatter") == calls["reduce_scatter_single"] > 0
         assert rows_total(rows, "all_reduce") == calls.get("all_reduce", 0)
         assert (case.replicas > 1) == (calls.get("all_reduce", 0) > 0)
-        assert seen["metrics"]["comm/all_gather_gib"] == calls["all_gather_single"] / 2**30
-        reduced = calls["reduce_scatter_single"] + calls.get("all_reduce", 0)
-        assert seen["metrics"]["comm/reduce_gib"] == pytest.approx(reduced / 2**30)
+        sent = {name: sum(row[2] for (found, *_), row in rows.items() if found == name) for name, *_ in rows}
+        assert seen["metrics"]["comm/all_gather_sent_gib"] == pytest.approx(sent["all_gather"] / 2**30)
+        reduced = sent["reduce_scatter"] + sent.get("all_reduce", 0)
+        assert seen["metrics"]["comm/reduce_sent_gib"] == pytest.approx(reduced / 2**30)
         assert seen["left"] == 0
 
 
@@ -104,8 +105,8 @@ def test_gradients_by_all_to_all_count_as_gradients() -> None:
         handed = by_collective(rows, "handed_bytes")
         assert handed[Collective.all_to_all] == seen["bytes"]["all_to_all_single"]
         assert handed[Collective.all_gather] == seen["bytes"]["all_gather_single"]
-        assert seen["metrics"]["comm/reduce_gib"] == fp32["metrics"]["comm/reduce_gib"] / 2
-        assert "comm/all_to_all_gib" not in seen["metrics"]
+        assert seen["metrics"]["comm/reduce_sent_gib"] == fp32["metrics"]["comm/reduce_sent_gib"] / 2
+        assert "comm/all_to_all_sent_gib" not in seen["metrics"]
 
 
 @pytest.mark.slow
@@ -253,7 +254,7 @@ def test_cuda_events_measure_what_the_stream_does() -> None:
 def test_metrics_leave_out_what_was_not_called() -> None:
     assert step_metrics({}) == {}
     counts = {Kind(Collective.all_reduce, "dense", "float32", 2, "dp_replicate"): Traffic(1, 2**30)}
-    assert step_metrics(counts) == {"comm/reduce_gib": 1.0}
+    assert step_metrics(counts) == {"comm/reduce_sent_gib": 1.0}
     assert CollectiveCounter().install(nn.Linear(2, 2)) == 0
 
 
@@ -336,7 +337,7 @@ def test_routed_tokens_are_counted_in_forward_and_their_gradients_in_backward(ti
     assert counts == {Kind(Collective.all_to_all, "tokens", "bfloat16", 2, "ep"): traffic}
     assert (traffic.calls, traffic.handed_bytes) == (4, (10 + 12 + 10 + 12) * 8)
     assert traffic.seconds == (pytest.approx(2 * (0.002 + 0.003)) if timed else None)
-    assert step_metrics(counts) == {"comm/all_to_all_gib": 352 / 2**30}
+    assert step_metrics(counts) == {"comm/all_to_all_sent_gib": 176 / 2**30}
 
 
 def test_compiled_layers_compile_and_are_told_not_to_be_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -99,8 +99,13 @@ def test_counted_as_gradients_that_an_all_to_all_carries(case: Case) -> None:
         }  # fmt: skip
         assert ours == expected
         assert {role for _, role, *_ in ours} == {"dense", "expert"}
-        assert "comm/all_to_all_gib" not in seen["a2a"]["metrics"], "reserved for routed tokens"
-        assert seen["a2a"]["metrics"]["comm/reduce_gib"] * 2**30 == sum(ours.values())
+        assert "comm/all_to_all_sent_gib" not in seen["a2a"]["metrics"], "reserved for routed tokens"
+        passes = {"all_to_all": 1, "all_reduce": 2}
+        sent = sum(
+            handed * passes[collective] * (ranks - 1) / ranks
+            for (collective, _, _, ranks), handed in ours.items()
+        )
+        assert seen["a2a"]["metrics"]["comm/reduce_sent_gib"] * 2**30 == pytest.approx(sent)
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def test_the_sweep_side_by_side(six: Path) -> None:
     same = row(found, comm__expert_all_gather="bf16", nccl__max_ctas=32).verdicts[SPEED]
     assert same is not None
     assert same.word == "within noise"
-    gather = row(found, comm__expert_all_gather="fp8", nccl__max_ctas=8).verdicts["comm/all_gather_gib"]
+    gather = row(found, comm__expert_all_gather="fp8", nccl__max_ctas=8).verdicts["comm/all_gather_sent_gib"]
     assert gather is not None
     assert (gather.word, gather.percent) == ("less", pytest.approx(-48))
     # A CPU run has no reserved device memory: no column, not a 0.

@@ -26,7 +26,7 @@ from europa_exp.runs.statistics import (
 SPEED = quantity("throughput/tokens_per_second_per_gpu")
 STEP = quantity("time/step_s")
 MEMORY = quantity("memory/peak_reserved_gib")
-BYTES = quantity("comm/all_gather_gib")
+BYTES = quantity("comm/all_gather_sent_gib")
 LOSS = quantity("loss/global_avg")
 
 

@@ -24,8 +24,8 @@ REPORTED_ON_CPU = {
     "time/step_s",
     "time/data_s",
     "memory/peak_host_gib",
-    "comm/all_gather_gib",
-    "comm/reduce_gib",
+    "comm/all_gather_sent_gib",
+    "comm/reduce_sent_gib",
     "tokens_seen",
 }
 ABSENT_ON_CPU = {
@@ -117,8 +117,8 @@ def test_fp8_gather_halves_the_bytes_and_keeps_the_loss(tmp_path: Path) -> None:
     fp8 = ours(tmp_path, composed("training.steps=10", "comm=fp8"))
     assert losses(fp8) != losses(base), "the gathered weights were not quantised"
     assert abs(losses(fp8)[-1] - losses(base)[-1]) <= 0.01
-    assert fp8[-1]["comm/all_gather_gib"] < base[-1]["comm/all_gather_gib"]
-    assert fp8[-1]["comm/reduce_gib"] == base[-1]["comm/reduce_gib"]
+    assert fp8[-1]["comm/all_gather_sent_gib"] < base[-1]["comm/all_gather_sent_gib"]
+    assert fp8[-1]["comm/reduce_sent_gib"] == base[-1]["comm/reduce_sent_gib"]
 
 
 @pytest.mark.parametrize(
