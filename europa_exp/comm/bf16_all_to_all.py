@@ -6,7 +6,7 @@ stay bf16 in FSDP's buffer, one all-to-all sends every owner its slice of each r
 No rounding happens on the way, so the result is the fp32 reduce-scatter's up to the order of the sum; a reduce-scatter in
 bf16 rounds after every addition. Any division (mean over ranks) applies to the fp32 sum, and so does the all-reduce across
 HSDP replicas. The scheme is Megatron-LM's `reduce_scatter_with_fp32_accumulation`; here groups of two ranks use it too, as the
-bytes halve there as well.
+bytes halve there as well. The price is a receive buffer as large as the gradient buffer, which a reduce-scatter does without.
 
 Precision of the sum: two orders of adding n values differ by at most (n-1) * 2^-23 * the sum of their magnitudes.
 """
@@ -139,9 +139,9 @@ class BF16AllToAll(ReduceScatter):
 def sum_slices(slices: Tensor, output: Tensor) -> None:
     """Sum bf16 [ranks, numel] over the ranks into fp32 [numel], accumulating in fp32.
 
-    No fp32 copy of the slices is made. On CUDA it is one kernel that reads bf16, whatever the number of ranks. The order of
-    the sum is that of `torch.sum` over the first dimension, which the shape and the device alone decide: repeated calls
-    agree in every bit.
+    No fp32 copy of the slices is made. On CUDA torch's kernel reads bf16 and accumulates in fp32, one launch whatever the
+    number of ranks (several where the slices exceed its 32-bit index range). The order of the sum is that of `torch.sum` over
+    the first dimension, which shape and device alone decide: repeated calls agree in every bit.
     """
     columns = _CPU_COLUMNS if slices.device.type == "cpu" else max(output.numel(), 1)
     for part, result in zip(slices.split(columns, dim=1), output.split(columns)):

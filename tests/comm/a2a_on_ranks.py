@@ -66,7 +66,7 @@ class Watched(ReduceScatter):
 
         gloo's own threads let go of a call's tensors a little after the call; what they hold is waited for, not noted.
         """
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 2
         while True:
             alive = [(gradients() is not None, receive() is not None) for gradients, receive in self._pairs]
             if set(alive) <= set(settled) or time.monotonic() > deadline:
