@@ -3,7 +3,8 @@
 The caching allocator keeps a pool for each CUDA stream, and memory freed in one can't serve another. FSDP allocates the
 buffers of its all-gathers on two streams of its own. With FSDP's asynchronous unshard, cast, copy-in and the call of the
 collective happen on the compute stream, only the transfer runs on NCCL's stream, and the compute stream waits for it when
-the weights are needed.
+the weights are needed. (`unshard()` called from outside forward and backward, as by torchtitan's chunked loss for the LM head,
+is synchronous still; FSDP has always set that one up on the current stream.)
 
 A gather then starts behind what the compute stream was given before, so it overlaps with computing only when it is issued a
 layer ahead. In backward FSDP does that by itself. In forward it relies on its own streams, and has to be told the order.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from sharded_moe import Case, local, sharded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from europa_exp.comm.compute_stream_gather import apply_compute_stream_gather
@@ -174,6 +174,17 @@ def refusal(case: Case, ranks_per_node: int) -> str:
     except ValueError as e:
         return str(e)
     return ""
+
+
+def setters_called(public: bool) -> list[str]:
+    """Which of FSDP's setters of asynchronous unshard the mechanism calls, where there is a public one and where not."""
+    model, _ = sharded(Case(ep=0))
+    called: list[str] = []
+    FSDPModule._set_unshard_async_op = lambda module, on: called.append(f"private {on}")
+    if public:
+        FSDPModule.set_unshard_async_op = lambda module, on: called.append(f"public {on}")
+    apply_compute_stream_gather(model)
+    return called
 
 
 class Reader(nn.Module):
