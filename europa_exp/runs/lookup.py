@@ -284,7 +284,7 @@ def _nothing(runs_dir: str | os.PathLike[str], text: str, known: Sequence[Entry]
     if not known:
         return f"no run {text!r}: {Path(runs_dir).absolute()} holds no runs"
     close = _close(text, known)
-    hint = f"; close:{_listed([e.run for e in close])}" if close else "; `europa list` shows them"
+    hint = f"; these come close:{_listed([e.run for e in close])}" if close else "; `europa list` shows them"
     return f"no run {text!r} in {_where(runs_dir)}, which holds {len(known)} runs{hint}"
 
 
