@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from making import CODE, config, make_run
 
-from europa_exp.runs.folder import CodeState, RunFolder
+from europa_exp.runs.code import CodeState
+from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.skip import completed_twin, completed_twins
 
 ID = "0123456789ab"
