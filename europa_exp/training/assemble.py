@@ -24,12 +24,15 @@ from europa_exp.training.trainer import EuropaTrainer
 from europa_exp.training.trainer_config import trainer_config
 
 
-def build_trainer(cfg: schema.Config, run_dir: Path) -> tuple[EuropaTrainer, CollectiveCounter]:
+def build_trainer(
+    cfg: schema.Config, run_dir: Path, *, prepare: Callable[[torch.nn.Module], None] | None = None
+) -> tuple[EuropaTrainer, CollectiveCounter]:
     """A trainer of this rank with every mechanism that the configuration asks for.
 
     Args:
         cfg: a checked configuration.
         run_dir: the run folder.
+        prepare: called with the model when every mechanism is in place, before parameters get memory.
 
     Returns:
         The trainer, and the counter of what its collectives carry.
@@ -40,6 +43,8 @@ def build_trainer(cfg: schema.Config, run_dir: Path) -> tuple[EuropaTrainer, Col
         norm = GradientNorm(release_lag=cfg.comm.gradient_release_lag)
     spec = model_spec(cfg.model, device_type=device.device_type())
     spec = after_parallelize(spec, lambda model: _apply_mechanisms(model, cfg, counter))
+    if prepare is not None:
+        spec = after_parallelize(spec, prepare)
     trainer = EuropaTrainer(trainer_config(cfg, spec, run_dir), cfg.model, norm)
     return trainer, counter
 
