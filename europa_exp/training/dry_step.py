@@ -83,7 +83,7 @@ def dry_step(cfg: schema.Config) -> dict[Kind, Traffic]:
 class _UnknownNumbersAreZero(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return {torch.bool: False, torch.int64: 0}.get(args[0].dtype, 0.0)
+            return 0.0 if args[0].dtype.is_floating_point else 0
         return func(*args, **(kwargs or {}))
 
 
