@@ -141,10 +141,10 @@ def _step_of(checkpoint: Path) -> int:
     """The step that a checkpoint was saved at, read without the rest of it; -1 if it doesn't say."""
     state = {TRAIN_STATE: {"step": -1}}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that one process reads alone
+        warnings.simplefilter("ignore")  # torch warns that one process reads by itself
         try:
             dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # the latter is none of the former
             # Whatever is wrong with it, the load of the whole says it better.
             logger.warning(f"{checkpoint} does not say its step: {error!r}")
     return int(state[TRAIN_STATE]["step"])

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from compose import composed
 from ranks import run_ranks
 from torch.distributed.checkpoint import FileSystemWriter
@@ -20,7 +22,7 @@ from europa_exp.config import io
 from europa_exp.config.schema import Config
 from europa_exp.runs import checkpoints
 from europa_exp.runs.folder import RunFolder
-from europa_exp.training.checkpointing import KeepingCheckpointManager
+from europa_exp.training.checkpointing import KeepingCheckpointManager, _step_of
 
 pytestmark = pytest.mark.slow
 
@@ -229,3 +231,14 @@ def test_an_initial_checkpoint_of_any_name_on_another_layout(tmp_path: Path) -> 
             f"training.steps={steps}: training.initial_checkpoint={start} has trained 3 steps already, and steps count "
             "from there. Give training.steps=<more than 3>"
         ) in str(caught.value)
+
+
+def test_the_step_of_a_checkpoint_is_read_without_the_rest(tmp_path: Path) -> None:
+    saved = {"train_state": {"step": 7, "ntokens_seen": 1}, "weight": torch.zeros(4)}
+    dcp.save(saved, checkpoint_id=tmp_path / "whole", no_dist=True)
+    assert _step_of(tmp_path / "whole") == 7
+    dcp.save({"weight": torch.zeros(4)}, checkpoint_id=tmp_path / "weights alone", no_dist=True)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / ".metadata").write_bytes(b"no pickle")
+    for name in ("weights alone", "broken", "none"):
+        assert _step_of(tmp_path / name) == -1
