@@ -95,6 +95,11 @@ class Ledger:
     def begun(self) -> bool:
         return any(a.get("start") == self.task.start for a in attempts.attempts_of(self.run.status()))
 
+    def superseded(self) -> bool:
+        """Whether a later start has taken the run over: this one's node hung, Slurm gave it up, and it came back."""
+        found = [attempt.get("start") for attempt in attempts.attempts_of(self.run.status())]
+        return self.task.start in found[:-1]
+
     def is_over(self) -> bool:
         status = self.run.status()
         return status.state in ENDED and any(

@@ -316,10 +316,14 @@ class _Turn:
 
     def _conclude(self) -> int:
         """Record how the run ended and decide what comes next; does not return when the job starts again."""
-        if self.code == 0 and self._others_succeeded():
+        done = self.code == 0 and self._others_succeeded()
+        code = self._exit_code()
+        if self.ledger.superseded():
+            self.ledger.log(f"start {self.task.start} is back, and another has taken the run over: it ends")
+            return code
+        if done:
             self.ledger.close(State.completed, Reason.completed, code=self.code)
             return 0
-        code = self._exit_code()
         reason, error = self._cause()
         if self.ending is not None:
             code = self.ledger.exit_codes().get(int(error["rank"] or 0) if error else 0, 0) or 1

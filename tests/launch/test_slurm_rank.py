@@ -17,7 +17,7 @@ from europa_exp.config.schema import Executor
 from europa_exp.launch import environment, slurm_exclude
 from europa_exp.launch.slurm_task import LayoutError, Task
 from europa_exp.runs import checkpoints
-from europa_exp.runs.attempts import STOPPED, attempts_of
+from europa_exp.runs.attempts import STOPPED, Reason, attempts_of, open_attempt
 from europa_exp.runs.folder import RunFolder
 
 TASK = "import sys; from europa_exp.launch import slurm_rank\n" + (
@@ -238,6 +238,25 @@ def test_a_crash_is_tried_again(step, tmp_path):
     assert [a["n"] for a in attempts(run)] == [1, 2]
     assert "starts anew: it keeps no checkpoints" in run.launcher_log.read_text()
     assert run.log(1).read_text().count("======== ") == 2, "the log holds both attempts"
+
+
+@pytest.mark.parametrize("how", ["crash", "success"])
+def test_a_start_that_hung_does_not_speak_for_the_one_that_followed(step, tmp_path, how):
+    """Slurm gave its node up, and the run went on elsewhere; then the node is back."""
+    [run] = make_runs(tmp_path / "runs", on_slurm(requeue=True))
+    step.start("crash_on_1" if how == "crash" else "wait_for_go", run)
+    until(lambda: attempts(run))
+    step.signal(signal.SIGSTOP)
+    open_attempt(run.path, job_id="77", start="77.1.0", nodes=["127.0.0.2"], lost=Reason.node_failure)
+    (run.path / "go").touch()
+    step.signal(signal.SIGCONT)
+    if how == "crash":
+        step.tasks[1].wait(timeout=60)
+        step.signal(signal.SIGTERM, 0)
+    step.codes()
+    assert [a["reason"] for a in attempts(run)] == ["node_failure", None]
+    assert run.status().state == "running"
+    assert "requeue" not in step.asked()
 
 
 def test_checkpoints_that_are_gone_end_the_run(step, tmp_path):

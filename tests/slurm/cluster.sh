@@ -11,12 +11,15 @@
 #   cluster.sh kill-dbd DIR            sacct no longer gets an answer ...
 #   cluster.sh start-dbd DIR           ... and now it does again
 #   cluster.sh down DIR NODE           an administrator sets the node DOWN: its jobs are requeued
+#   cluster.sh crash DIR NODE          everything on the node dies at once, and nobody tells Slurm
+#   cluster.sh freeze DIR NODE         everything on the node stands still: no answer, no closed connection
 #   cluster.sh up DIR NODE             the node is back
 #
 # Then `export SLURM_CONF=DIR/slurm.conf`. Nodes are named 127.0.0.1, 127.0.0.2, ... : numbers, because the
 # rendezvous of torch must be able to resolve them. Settings from the environment:
 #   PORT            first of the 200 ports in use (17000)
 #   MAX_ARRAY_SIZE  Slurm's MaxArraySize (1001)
+#   SLURMD_TIMEOUT  seconds without an answer after which Slurm gives a node up (300)
 #   CPUS            CPUs of a node as Slurm sees them (16; they need not exist)
 #   OWNER           a process id: the cluster stops itself soon after that process has gone
 set -euo pipefail
@@ -66,6 +69,28 @@ daemons() {
         [ $# = 1 ] || tr '\0' ' ' <"/proc/$pid/cmdline" | grep -qF -- "-N $2 " || continue
         echo "$pid"
     done
+}
+
+# All processes of a node: its slurmd, what runs there, and the steps' own daemons, which are the parents of that.
+node_processes() {
+    local file pid parent
+    daemons slurmd "$1"
+    for file in $(grep -lzxF "SLURMD_NODENAME=$1" /proc/[0-9]*/environ 2>/dev/null || :); do
+        pid=$(echo "$file" | cut -d/ -f3)
+        grep -qzxF "SLURM_CONF=$DIR/slurm.conf" "$file" 2>/dev/null || continue
+        echo "$pid"
+        parent=$(sed 's/.*) . //; s/ .*//' "/proc/$pid/stat" 2>/dev/null) || continue
+        [ "$(cat "/proc/$parent/comm" 2>/dev/null)" != slurmstepd ] || echo "$parent"
+    done
+}
+
+# Stops all of a node before it kills any of it: nothing gets to say a last word.
+crash() {
+    local pid pids
+    pids=$(node_processes "$1" | sort -u)
+    for pid in $pids; do kill -STOP "$pid" 2>/dev/null || :; done
+    [ "$2" = KILL ] || return 0
+    for pid in $pids; do kill -KILL "$pid" 2>/dev/null || :; done
 }
 
 # end LISTING...: ends what the listing command lists, first politely, then not.
@@ -143,6 +168,7 @@ AccountingStoragePass=$DIR/run/munge.sock
 JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 ReturnToService=2
+SlurmdTimeout=${SLURMD_TIMEOUT:-300}
 JobRequeue=1
 MaxArraySize=${MAX_ARRAY_SIZE:-1001}
 FirstJobId=$((RANDOM % 30000 * 30 + 1000))
@@ -231,14 +257,14 @@ readonly SELF=$(realpath "$0")
 command=${1:-}
 case $command in
 install | missing) "$command"; exit ;;
-start | stop | restart-controller | stop-controller | start-controller | kill-dbd | start-dbd | down | up | watch) ;;
+start | stop | restart-controller | stop-controller | start-controller | kill-dbd | start-dbd | down | crash | freeze | up | watch) ;;
 *) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0" >&2; exit 2 ;;
 esac
 [ $# -ge 2 ] || die "$command needs the cluster's folder"
 DIR=$(realpath -m "$2")
 export SLURM_CONF=$DIR/slurm.conf
 case $command in
-down | up) [ $# = 3 ] || die "$command needs a node, such as 127.0.0.2" ;;
+down | crash | freeze | up) [ $# = 3 ] || die "$command needs a node, such as 127.0.0.2" ;;
 esac
 
 case $command in
@@ -251,7 +277,10 @@ restart-controller) end daemons slurmctld; start_controller ;;
 kill-dbd) end daemons slurmdbd ;;
 start-dbd) start_dbd ;;
 down) scontrol update NodeName="$3" State=DOWN Reason="set down by a test" ;;
+crash) crash "$3" KILL ;;
+freeze) crash "$3" STOP ;;
 up)
+    for pid in $(node_processes "$3"); do kill -CONT "$pid" 2>/dev/null || :; done
     [ -n "$(daemons slurmd "$3")" ] || daemon slurmd -N "$3"
     # Refused where the node is not down: it is up already then.
     scontrol update NodeName="$3" State=RESUME 2>/dev/null || :
