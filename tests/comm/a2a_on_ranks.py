@@ -40,6 +40,7 @@ class Watched(ReduceScatter):
         self.reduced: list[tuple[torch.dtype, torch.dtype]] = []
         self.alive: list[tuple[bool, bool]] = []
         self.received_on_reduce_stream: list[bool] = []
+        self.received_in_it: list[bool] = []
         self._pairs: list[tuple[weakref.ref, weakref.ref]] = []
         self._all = seen
         seen.append(self)
@@ -59,7 +60,17 @@ class Watched(ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         self.reduced.append((input_tensor.dtype, output_tensor.dtype))
-        self.inner(output_tensor, input_tensor, group, op, async_op)
+        exchange = dist.all_to_all_single
+
+        def exchanged(output: Tensor, given: Tensor, **kwargs: Any) -> Any:
+            self.received_in_it.append(output is getattr(given, "receive_buffer", None))
+            return exchange(output, given, **kwargs)
+
+        dist.all_to_all_single = exchanged
+        try:
+            self.inner(output_tensor, input_tensor, group, op, async_op)
+        finally:
+            dist.all_to_all_single = exchange
 
     def look(self, *settled: tuple[bool, bool]) -> None:
         """Note which gradient buffers and which of their receive buffers exist; `settled` is what should come.
@@ -186,6 +197,7 @@ def compared(
             "reduced": [watch.reduced for watch in watched],
             "alive": [watch.alive for watch in watched],
             "received_on_reduce_stream": [watch.received_on_reduce_stream for watch in watched],
+            "received_in_it": {inside for watch in watched for inside in watch.received_in_it},
             "rows": {
                 (kind.collective.value, kind.role, kind.dtype, kind.ranks): traffic.handed_bytes
                 for kind, traffic in counts.items()

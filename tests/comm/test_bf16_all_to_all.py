@@ -76,6 +76,7 @@ def test_same_digits_as_the_fp32_reduce_scatter_for_half_the_bytes(name: str) ->
 
 def check_receive_buffers(seen: dict, options: dict) -> None:
     """The receive buffer from the compute stream lives as long as the gradient buffer: after the call, not after backward."""
+    assert seen["received_in_it"] == {bool(options)}
     if not options:
         assert not any(seen["alive"])
         return
