@@ -11,6 +11,7 @@ import pytest
 from making import CODE, config, make_run
 
 from europa_exp.runs import folder
+from europa_exp.runs.code import CodeState
 from europa_exp.runs.folder import MAX_NAME, NewRun, RunFolder, RunFolderError, create_runs, list_runs
 from europa_exp.runs.status import State
 
@@ -42,7 +43,7 @@ def test_a_new_folder_holds_the_record_and_reads_back(tmp_path: Path) -> None:
 
 
 def test_clean_code_leaves_no_diff(tmp_path: Path) -> None:
-    run = make_run(tmp_path, code=folder.CodeState("2" * 40, "clean"))
+    run = make_run(tmp_path, code=CodeState("2" * 40, "clean"))
     assert not (run.path / "code.diff").exists()
 
 
@@ -193,7 +194,7 @@ def test_no_secret_of_the_command_line_is_recorded(tmp_path: Path) -> None:
 
 def test_bytes_that_are_no_utf8_pass(tmp_path: Path) -> None:
     odd = os.fsdecode(b"caf\xe9")
-    code = folder.CodeState("1" * 40, "f", diff=f"diff --git a/{odd} b/{odd}\n")
+    code = CodeState("1" * 40, "f", diff=f"diff --git a/{odd} b/{odd}\n")
     run = make_run(tmp_path, command=["launch.py", odd], overrides=[f"tracking.notes={odd}"], code=code)
     assert b"caf\xe9" in (run.path / "code.diff").read_bytes()
     assert run.provenance()["command"][1] == odd
