@@ -101,3 +101,18 @@ def test_layers_of_the_large_model_carry_what_closed_forms_say() -> None:
         # dispatch and combination in forward, in recomputation and in backward
         Kind(Collective.all_to_all, "tokens", "bfloat16", 4, "ep"): Traffic(8 * 6, 8 * 6 * tokens * 2),
     }
+
+
+def refusal(frozen: str) -> str:
+    import torch.distributed as dist
+
+    from europa_exp.training.dry_step import dry_step
+
+    dist.init_process_group("gloo")
+    with pytest.raises(RuntimeError) as caught:
+        dry_step(io.from_yaml(frozen))
+    return str(caught.value)
+
+
+def test_refuses_a_process_that_is_in_a_group_already() -> None:
+    assert "process group" in run_ranks(1, refusal, io.to_yaml(composed()))[0]
