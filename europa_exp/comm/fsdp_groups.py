@@ -81,6 +81,16 @@ class Group:
         return self.fsdp.modules
 
     @property
+    def in_rows(self) -> bool:
+        """Whether FSDP shards all parameters along their first dimension, and nothing else (tensor parallelism) shards them."""
+        return all(
+            param.fsdp_placement.dim == 0
+            and (spec is None or all(placement.is_replicate() for placement in spec.placements))
+            for param in self.fsdp.fsdp_params
+            for spec in [param._unsharded_dtensor_spec]
+        )
+
+    @property
     def frees_after_forward(self) -> bool:
         """Whether FSDP frees the gathered parameters after forward, which it then gathers again in backward."""
         return self.fsdp.post_forward_mesh_info is not None
@@ -250,27 +260,14 @@ def _gathered_numel(param: Any) -> int:
 def keep_after_forward(kept: Sequence[Group], ranks: int) -> None:
     """Let each group keep its parameters sharded over blocks of `ranks` consecutive ranks from forward to backward.
 
-    All ranks must call it, with groups that are sharded over whole blocks. They share one mesh, so one process group a block
+    All ranks must call it, with groups that are sharded over whole blocks, in rows. They share one mesh, so one process group a block
     is made, whatever the number of groups.
 
     torch's own way is `fully_shard(reshard_after_forward=<ranks>)`. In 2.14 it refuses the meshes of torchtitan's spmd_types
     backend, and it takes all parameters of a module: with experts on a mesh of their own it makes a mesh of each group's
     ranks, on which the ranks don't agree, and hangs. When `reshard_after_forward` can be told for each parameter (as
     `shard_placement_fn` tells the mesh) and takes DTensors, it replaces this function.
-
-    Raises:
-        ValueError: a parameter is sharded along another dimension than the first, or also by tensor parallelism; FSDP can't
-            cut such a one again.
     """
-    for group in kept:
-        for param in group.fsdp.fsdp_params:
-            spec = param._unsharded_dtensor_spec
-            split = spec is not None and not all(placement.is_replicate() for placement in spec.placements)
-            if split or param.fsdp_placement.dim != 0:
-                raise ValueError(
-                    f"{group.name}: {param._module_info.param_name} can be kept after forward only when FSDP alone shards it, "
-                    "along its first dimension"
-                )
     device = kept[0].fsdp.mesh_info.mesh.device_type
     blocks = DeviceMesh(
         device, torch.arange(dist.get_world_size()).view(-1, ranks), mesh_dim_names=("nodes", "node")

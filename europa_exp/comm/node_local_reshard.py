@@ -54,6 +54,11 @@ def apply_node_local_reshard(model: nn.Module, ranks_per_node: int) -> int:
             "parallelism.reshard_after_forward=default"
         )
     for group in kept:
+        if not group.in_rows:
+            raise ValueError(
+                f"{field}: weights of {group.name} are sharded along another dimension than the first, or by tensor parallelism "
+                "too, and FSDP can keep neither"
+            )
         if group.shards % ranks_per_node:
             raise ValueError(
                 f"{field}: {group.name} is sharded over {group.shards} ranks, no multiple of the {ranks_per_node} ranks of a "

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.distributed.tensor import Shard
 
 from europa_exp.comm.compute_stream_gather import apply_compute_stream_gather
 from europa_exp.comm.embedding_gather import skip_embedding_gather_in_backward
@@ -171,6 +172,19 @@ def refusal(case: Case, ranks_per_node: int) -> str:
     model, _ = sharded(case)
     try:
         apply_node_local_reshard(model, ranks_per_node)
+    except ValueError as e:
+        return str(e)
+    return ""
+
+
+def refusal_of_columns() -> str:
+    """What node-local resharding says to layers that are sharded along their second dimension."""
+    dist.init_process_group("gloo")
+    model = Reader(tied=False)
+    for layer in model.layers.values():
+        fully_shard(layer, mesh=init_device_mesh("cpu", (4,)), shard_placement_fn=lambda _: Shard(1))
+    try:
+        apply_node_local_reshard(model, 2)
     except ValueError as e:
         return str(e)
     return ""

@@ -100,6 +100,14 @@ def test_a_sharding_that_does_not_fit_is_refused(name: str) -> None:
         assert words in said
 
 
+@pytest.mark.slow
+def test_layers_that_are_sharded_in_columns_are_refused() -> None:
+    for said in run_ranks(4, gathers_on_ranks.refusal_of_columns):
+        assert said.startswith(
+            "comm.node_local_reshard: weights of layers.0 are sharded along another dimension"
+        )
+
+
 def test_a_model_that_is_not_sharded_is_refused() -> None:
     with pytest.raises(ValueError, match=r"comm\.node_local_reshard needs .* sharded with FSDP"):
         apply_node_local_reshard(nn.Linear(4, 4), 2)
