@@ -1,33 +1,37 @@
 """The global gradient norm, summed up while gradients are reduced instead of from all of them after the backward pass.
 
-Each rank adds up the squares of the gradient shards that it owns, at the point where FSDP has reduced them. After the backward
-pass one all-reduce of one number remains, where torchtitan's `clip_grad_norm_` reads every gradient again, wherever it lies by
-then (with CPU offload: on the host, with the host's cores and gloo), and reduces once for experts and once for the rest.
-Source: the EUROPA post, 0.43 s of norms and 0.19 s of all-reduces a step.
+Each rank adds up the squares of the gradient shards that it owns, at the point where FSDP has reduced them. After the
+backward pass one all-reduce of one number remains, where torchtitan's `clip_grad_norm_` reads every gradient again,
+wherever it lies by then (with CPU offload: on the host, with the host's cores and gloo), and reduces once a mesh
+dimension of the experts and once for the rest. Source: the EUROPA post, 0.43 s of norms and 0.19 s of all-reduces a
+step.
 
 Where a shard's share is taken:
 
 - Shards that stay on the device: in a post-accumulate hook of each parameter, from its `grad`. FSDP calls it after each
-  reduction, on the stream of that reduction, with the divisions and the earlier micro-batches included. A later call replaces
-  the earlier share: the norm of a sum is not the sum of norms.
-- Shards that FSDP copies to the host: in the all-reduce hook of their group, from the reduced buffer, before the copy. (A
-  post-accumulate hook would see the copy, and make FSDP wait for it.) The buffer's padding is zero. FSDP divides later, so the
-  hook does it for its share.
-- Shards that FSDP copies to the host and accumulates there over micro-batches: after the backward pass, on the host, where
-  the sum is.
+  reduction, on the stream of that reduction, with the divisions and the earlier micro-batches included. A later call
+  replaces the earlier share: the norm of a sum is not the sum of norms.
+- Shards that FSDP copies to the host: in the all-reduce hook of their group, from the reduced buffer, before the copy.
+  (A post-accumulate hook would see the copy, and make FSDP wait for it.) The buffer's padding is zero. FSDP divides
+  later, so the hook does it for its share.
+- Shards that FSDP copies to the host and accumulates there over micro-batches: after the backward pass, on the host,
+  where the sum is.
 
-The last is also what happens to any gradient that no hook has seen as it is in the end: nothing is left out of the norm.
+The last is also what happens to any gradient that no hook has seen as it is in the end: nothing is left out of the
+norm.
 
-The all-reduce hook and memory. With such a hook, FSDP does what follows a reduction (the hook, the copies to the host) on
-the all-reduce stream, but the buffer comes from the reduce-scatter stream's memory pool. Without HSDP, torch 2.14 drops its last
-reference when those kernels are queued; the next reduce-scatter may then get the same memory while they still read it. So
-we keep a reference. With `release_lag=None` all buffers are kept until the backward pass is over: a second copy of all gradients of
-this rank, on the device (in the EUROPA post 74 hooks held 9 GiB). With `release_lag=n` a buffer is released n groups later,
-once the reduce-scatter stream has been made to wait until the hook and the copies of its group are done. With HSDP the lag
-saves nothing, because FSDP itself keeps the buffer that it all-reduces until its group's backward pass comes again.
+The all-reduce hook and memory. With such a hook, FSDP does what follows a reduction (the hook, the copies to the host)
+on the all-reduce stream, but the buffer comes from the reduce-scatter stream's memory pool. Without HSDP, torch 2.14
+drops its last reference when those kernels are queued; the next reduce-scatter may then get the same memory while they
+still read it. So we keep a reference. With `release_lag=None` all buffers are kept until the backward pass is over: a
+second copy of all gradients of this rank, on the device (in the EUROPA post 74 hooks held 9 GiB). With `release_lag=n`
+a buffer is released n groups later, once the reduce-scatter stream has been made to wait until the hook and the copies
+of its group are done. With HSDP the lag saves nothing, because FSDP itself keeps the buffers that it all-reduces until
+the backward pass is over.
 
-Accuracy: norms of shards, their squares and the sum are fp32, as upstream's: a non-finite gradient gives a non-finite norm, and
-squares overflow where upstream's do, from norms of 1.8e19 on. fp64 for the sum of some hundred squares would change neither.
+Accuracy: norms of shards, their squares and the sum are fp32, as upstream's: a non-finite gradient gives a non-finite
+norm, and squares overflow where upstream's do, from norms of 1.8e19 on. fp64 for the sum would add no digit: it has
+some hundred terms, which are fp32 themselves.
 """
 
 from __future__ import annotations
