@@ -101,15 +101,19 @@ def launch(
     return _call(cluster, cwd, root, str(root / "launch.py"), *arguments)
 
 
-def europa(cluster: Cluster, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """``europa ARGUMENTS`` typed in ``cwd``."""
-    return _call(cluster, cwd, ROOT, "-m", "europa_exp.cli", *arguments)
+def europa(
+    cluster: Cluster, cwd: Path, *arguments: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """``europa ARGUMENTS`` typed in ``cwd``, with more environment variables."""
+    return _call(cluster, cwd, ROOT, "-m", "europa_exp.cli", *arguments, **variables)
 
 
-def _call(cluster: Cluster, cwd: Path, root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _call(
+    cluster: Cluster, cwd: Path, root: Path, *arguments: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
-        env=environ(cluster, root, COLUMNS="200"),
+        env=environ(cluster, root, COLUMNS="200", **variables),
         cwd=cwd,
         stdin=subprocess.DEVNULL,
         capture_output=True,
