@@ -43,10 +43,8 @@ class KeepingCheckpointManager(CheckpointManager):
         self._writing: int | None = None
         self._swept = False
         super().__init__(config, base_folder=base_folder, **parts)
-        if self.initial_load_path is not None:
-            # Of a text torch wants to know that one of its parents can be written; a colleague's checkpoint has none.
-            self.initial_load_path = Path(self.initial_load_path)
-        if not self.load_only and dist.get_rank() == 0:
+        self._is_first = dist.get_rank() == 0
+        if self._is_first and not self.load_only:
             checkpoints.make_place(self._run, Path(self.folder))
 
     # ------------------------------------------------------------------------------------------------------ loading
@@ -61,11 +59,11 @@ class KeepingCheckpointManager(CheckpointManager):
         folder = Path(self.folder)
         newest = checkpoints.resume_step(self._run, folder)
         if newest is not None:
-            source = folder / f"step-{newest}"
-            if dist.get_rank() == 0 and (saved := checkpoints.newest_saved(self._run) or newest) > newest:
+            source, way_out = folder / f"step-{newest}", "Remove it, and an older one takes its place"
+            if self._is_first and (saved := checkpoints.newest_saved(self._run) or newest) > newest:
                 logger.warning(f"{folder}: step {saved} was saved and is gone; going on from step {newest}")
         else:
-            source = self.initial_load_path or folder
+            source, way_out = self.initial_load_path, "Give another training.initial_checkpoint"
             self._check_initial()
         try:
             return super()._load(step)
@@ -75,7 +73,7 @@ class KeepingCheckpointManager(CheckpointManager):
                 raise
             raise RunFolderError(
                 f"{source}: the checkpoint is not whole any more, {lacking[0].filename} is missing (a folder on scratch is "
-                "cleaned by the site). Remove it, and an older one takes its place"
+                f"cleaned by the site). {way_out}"
             ) from error
 
     def _check_initial(self) -> None:
@@ -83,11 +81,11 @@ class KeepingCheckpointManager(CheckpointManager):
         if self.initial_load_path is None:
             return
         step = torch.full((), -1, device=device.device_type(), dtype=torch.int64)
-        if dist.get_rank() == 0:
+        if self._is_first:
             step.fill_(_step_of(self.initial_load_path))
         dist.broadcast(step, 0)
         if int(step) >= self._steps:
-            raise ConfigError([("", no_step_left(self._steps, str(self.initial_load_path), int(step)))])
+            raise ConfigError([("", no_step_left(self._steps, self.initial_load_path, int(step)))])
 
     # ------------------------------------------------------------------------------------------------------- saving
 
@@ -111,7 +109,7 @@ class KeepingCheckpointManager(CheckpointManager):
 
     def _note(self, step: int, done: Future | None = None) -> None:
         """Remember in the run folder that a checkpoint is finished; trouble with that stops no training."""
-        if dist.get_rank() != 0 or (done is not None and done.exception() is not None):
+        if not self._is_first or (done is not None and done.exception() is not None):
             return
         try:
             checkpoints.note_saved(self._run, step)
@@ -137,7 +135,7 @@ class KeepingCheckpointManager(CheckpointManager):
                 logger.warning(f"{old.path} can't be removed: {error}")
 
 
-def _step_of(checkpoint: Path) -> int:
+def _step_of(checkpoint: str) -> int:
     """The step that a checkpoint was saved at, read without the rest of it; -1 if it doesn't say."""
     state = {TRAIN_STATE: {"step": -1}}
     with warnings.catch_warnings():

@@ -223,6 +223,11 @@ def test_an_initial_checkpoint_of_any_name_on_another_layout(tmp_path: Path) -> 
     assert sorted(went_on) == [4, 5]
     assert went_on == pytest.approx({step: unbroken["losses"][step] for step in (4, 5)}, rel=1e-4)
 
+    next(start.glob("__1_*.distcp")).rename(tmp_path / "away")
+    with pytest.raises(
+        AssertionError, match=rf"RunFolderError: {start}: .*Give another training.initial_checkpoint"
+    ):
+        on_ranks(on_two(*rows, f"training.initial_checkpoint={start}", "training.steps=5"), tmp_path / "d")
     for steps in (2, 3):
         too_short = on_two(*rows, f"training.initial_checkpoint={start}", f"training.steps={steps}")
         with pytest.raises(AssertionError) as caught:
@@ -236,9 +241,9 @@ def test_an_initial_checkpoint_of_any_name_on_another_layout(tmp_path: Path) -> 
 def test_the_step_of_a_checkpoint_is_read_without_the_rest(tmp_path: Path) -> None:
     saved = {"train_state": {"step": 7, "ntokens_seen": 1}, "weight": torch.zeros(4)}
     dcp.save(saved, checkpoint_id=tmp_path / "whole", no_dist=True)
-    assert _step_of(tmp_path / "whole") == 7
+    assert _step_of(str(tmp_path / "whole")) == 7
     dcp.save({"weight": torch.zeros(4)}, checkpoint_id=tmp_path / "weights alone", no_dist=True)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / ".metadata").write_bytes(b"no pickle")
     for name in ("weights alone", "broken", "none"):
-        assert _step_of(tmp_path / name) == -1
+        assert _step_of(str(tmp_path / name)) == -1
