@@ -25,8 +25,8 @@ on the all-reduce stream, but the buffer comes from the reduce-scatter stream's 
 drops its last reference when those kernels are queued; the next reduce-scatter may then get the same memory while they
 still read it. So we keep a reference. With `release_lag=None` all buffers are kept until the backward pass is over: a
 second copy of all gradients of this rank, on the device (in the EUROPA post 74 hooks held 9 GiB). With `release_lag=n`
-a buffer is released n groups later, once the reduce-scatter stream has been made to wait until the hook and the copies
-of its group are done. With HSDP the lag saves nothing, because FSDP itself keeps the buffers that it all-reduces until
+the buffers of a layer are released n layers later, once the reduce-scatter stream has been made to wait until the hooks
+and the copies of that layer are done. With HSDP the lag saves nothing, because FSDP itself keeps the buffers that it all-reduces until
 the backward pass is over.
 
 Accuracy: norms of shards, their squares and the sum are fp32, as upstream's: a non-finite gradient gives a non-finite
@@ -145,7 +145,7 @@ class GradientNorm:
     def _reduced(self, shares: _Shares, buffer: Tensor) -> None:
         """FSDP's all-reduce hook: runs on the all-reduce stream, which has waited for the reduction."""
         current = torch.get_device_module(buffer.device).current_stream()
-        self._buffers.keep(buffer, current, shares.group.reduce_stream)
+        self._buffers.keep(buffer, shares.group.module, current, shares.group.reduce_stream)
         shares.add(buffer)
 
 
@@ -192,9 +192,12 @@ class _Shares:
 
 
 @dataclass
-class _Buffer:
-    tensor: Tensor
-    passed: Any = None  # event of the all-reduce stream, after its last use of the tensor
+class _Unit:
+    """Buffers of one FSDP unit (a layer), of its groups one after another."""
+
+    module: Any
+    buffers: list[Tensor]
+    passed: Any = None  # event of the all-reduce stream, after its last use of the buffers
 
 
 class _Buffers:
@@ -202,18 +205,21 @@ class _Buffers:
 
     def __init__(self, lag: int | None) -> None:
         self.lag = lag
-        self._kept: deque[_Buffer] = deque()
+        self._kept: deque[_Unit] = deque()
 
-    def keep(self, tensor: Tensor, current: Any, reduce_stream: Any) -> None:
-        """Keep `tensor`, and release the one that was kept `lag` calls before.
+    def keep(self, buffer: Tensor, module: Any, current: Any, reduce_stream: Any) -> None:
+        """Keep `buffer` of the unit `module`, and release those of the unit `lag` units before.
 
-        Called before the first use of `tensor` on `current`, the all-reduce stream. FSDP queues the copies to the host after
+        Called before the first use of `buffer` on `current`, the all-reduce stream. FSDP queues the copies to the host after
         the hook, so only the next call can mark the point at which a buffer is no longer needed.
         """
         passed = current.record_event()
         if self._kept:
             self._kept[-1].passed = passed
-        self._kept.append(_Buffer(tensor))
+        if self._kept and self._kept[-1].module is module:
+            self._kept[-1].buffers.append(buffer)
+        else:
+            self._kept.append(_Unit(module, [buffer]))
         if self.lag is not None and len(self._kept) > self.lag:
             reduce_stream.wait_event(self._kept.popleft().passed)
 

@@ -186,7 +186,7 @@ class Comm:
     took away up to 126 ms a step in the EUROPA post."""
 
     gradient_release_lag: int | None = knob(None, within="[1, inf)")
-    """With optimizer.grad_norm=in_backward: parameter groups after which a reduced gradient that the norm has read and FSDP has
+    """With optimizer.grad_norm=in_backward: layers after which a reduced gradient that the norm has read and FSDP has
     copied to the host may be freed on the device; null keeps all of them until backward ends. Without offload.fsdp_cpu there
     is no such copy to free. Source: 2 layers in the EUROPA post, where keeping all held 9 GiB."""
 
