@@ -91,7 +91,7 @@ def total(columns: dict[str, float]) -> float:
 
 def table(title: str, found: dict[str, Counts], accounting: Accounting, unit: float) -> None:
     print(
-        f"{title:28} {'experts':>9} {'dense':>9} {'in node':>9} {'gradients':>10} {'total':>9} {'of first':>9} {'of last':>8} {'tokens':>9}"
+        f"{title:28} {'experts':>9} {'dense':>9} {'in node':>9} {'gradients':>10} {'total':>9} {'of rung 7':>9} {'of prev.':>8} {'tokens':>9}"
     )
     totals: list[float] = []
     for rung, counts in found.items():
@@ -200,7 +200,7 @@ def against_the_recipe(rest: dict[str, Counts], large: dict[str, Counts], layers
     ]  # fmt: skip
     print(f"\n{'whole buffers':45} {'counted':>9} {'recipe':>7}")
     for what, value, derived in rows:
-        print(f"{what:45} {value:9.4g} {derived:>7}")
+        print(f"{what:45} {value:9.5g} {derived:>7}")
 
 
 if __name__ == "__main__":
