@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,7 +126,7 @@ class _Submission:
     def go(self, todo: Sorted, handed: Handed) -> Handed:
         fresh = self._create(todo)
         pairs = [*zip([p for p, _ in todo.fresh], fresh, strict=True), *((p, o.run) for p, o in todo.again)]
-        taken: list[RunFolder] = []
+        taken: set[RunFolder] = set()
         _tell_left_out(pairs[0][1])
         try:
             planned = self._prepare(pairs, todo, fresh)
@@ -199,7 +199,7 @@ class _Submission:
         self._record.write()
         return planned
 
-    def _submit(self, planned: Sequence[arrays.Array], taken: list[RunFolder]) -> str | None:
+    def _submit(self, planned: Sequence[arrays.Array], taken: set[RunFolder]) -> str | None:
         """Submit array after array; ``taken`` grows. Returns why it stopped before the last, if it did."""
         assert self._record is not None
         by_turn: dict[int, list[str]] = {-1: self._jobs_before(planned)}
@@ -221,7 +221,7 @@ class _Submission:
                 # Interrupted, or timed out, sbatch may have got through all the same.
                 arrays.cancel_unrecorded([array.folder])
                 return "interrupted" if self._stops.count else str(error)
-            taken += array.runs
+            taken.update(array.runs)
             self._unused.remove(array.folder)
             chain = [ids, *self._chain(array, name, ids)]
             by_turn.setdefault(array.turn, []).extend(job for jobs in chain for job in jobs[:1])
@@ -310,7 +310,7 @@ class _Submission:
         self,
         refusal: str | None,
         planned: Sequence[arrays.Array],
-        taken: Sequence[RunFolder],
+        taken: Collection[RunFolder],
         left: Sequence[RunFolder],
         handed: Handed,
     ) -> None:

@@ -25,6 +25,7 @@ from europa_exp.config.schema import Executor
 from europa_exp.launch import slurm_start, squeue
 from europa_exp.runs.files import replace_text
 from europa_exp.runs.folder import PROVENANCE_FILE, RunFolder, RunFolderError
+from europa_exp.runs.skip import is_of
 from europa_exp.runs.status import State, Status, now
 
 if TYPE_CHECKING:
@@ -196,15 +197,14 @@ def key_of(point: Point, fingerprint: str | None) -> tuple[str, str | None, str]
 def open_runs(runs_dir: Path, keys: set[tuple[str, str | None, str]]) -> list[OpenRun]:
     """The runs of these keys that are not over by their own record, the oldest first, each held against Slurm."""
     found: list[tuple[RunFolder, Status, dict[str, Any]]] = []
-    identities = [identity.encode() for identity, _, _ in keys]
+    identities = {identity.encode() for identity, _, _ in keys}
     try:
         with os.scandir(runs_dir) as entries:
             paths = [Path(entry.path) for entry in entries if not entry.name.startswith(".")]
     except OSError:
         return []
     for path in paths:
-        text = _bytes(path / PROVENANCE_FILE)
-        if not any(identity in text for identity in identities):
+        if not is_of(_bytes(path / PROVENANCE_FILE), identities):
             continue
         run = RunFolder(path)
         origin = run.provenance()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,8 +15,9 @@ import pytest
 from compose import composed
 from composing import ROOT, call
 
-from europa_exp.launch import slurm
+from europa_exp.launch import arrays, slurm
 from europa_exp.launch.points import Point
+from europa_exp.runs.folder import RunFolder
 
 GOLDEN = Path(__file__).parent / "golden"
 UPDATE = "EUROPA_UPDATE_GOLDEN"
@@ -150,6 +153,30 @@ def test_submitit_hands_over_the_text_that_is_printed(n, commands, tmp_path):
             executor.submit(os.getpid)
     assert (tmp_path / "given.sh").read_text() == text
     assert text == slurm.script_text(cfg, cfg.launch, folder=tmp_path / "job", name="a sweep", n_jobs=n)
+
+
+@pytest.mark.parametrize(
+    ("given", "how", "expected"),
+    [
+        (None, {}, None),
+        ("afterok:5", {}, "afterok:5"),
+        (None, {"behind": ["70_0", "70_1", "71"]}, "afterany:70:71"),
+        ("afterok:5", {"behind": ["70"]}, "afterok:5,afterany:70"),
+        ("afterok:5", {"after": "70"}, "afternotok:70"),
+    ],
+)
+def test_what_a_job_waits_for(given, how, expected, commands, tmp_path):
+    cfg = composed("cluster=slurm")
+    cfg.launch.dependency = given
+    run = RunFolder(tmp_path / "run")
+    (tmp_path / "job").mkdir()
+    array = arrays.Array(((run,),), cfg, tmp_path / "job")
+    assert arrays.submit(array, cfg.launch, name="n", entry="a:b", code=None, **how) == ["77"]
+    found = re.findall(r"^#SBATCH --dependency=(.*)$", (tmp_path / "given.sh").read_text(), re.MULTILINE)
+    assert found == ([expected] if expected else [])
+    assert json.loads((tmp_path / "job" / "jobs.json").read_text()) == [
+        {"runs": [str(run.path)], "entry": "a:b"}
+    ]
 
 
 def test_script_can_be_written_where_there_is_no_slurm(monkeypatch, tmp_path):

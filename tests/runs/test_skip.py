@@ -7,7 +7,7 @@ from making import CODE, config, make_run
 
 from europa_exp.runs.code import CodeState
 from europa_exp.runs.folder import RunFolder
-from europa_exp.runs.skip import completed_twin, completed_twins
+from europa_exp.runs.skip import completed_twin, completed_twins, is_of
 
 ID = "0123456789ab"
 
@@ -65,3 +65,10 @@ def test_broken_records_are_no_twins_and_no_errors(tmp_path: Path) -> None:
 def test_an_identity_that_only_appears_in_the_record_is_no_twin(tmp_path: Path) -> None:
     done(tmp_path, identity="ba9876543210", parent=f"debug-{ID}")
     assert twins(tmp_path) == []
+
+
+def test_an_identity_counts_only_where_it_is_recorded():
+    text = b'{"identity": "0123456789ab", "command": ["rerun=ffffffffffff", "\\"identity\\": \\"eeeeeeeeeeee\\""]}'
+    assert is_of(text, {b"0123456789ab"})
+    assert not is_of(text, {b"ffffffffffff", b"eeeeeeeeeeee"})
+    assert not is_of(b"", {b""})

@@ -54,7 +54,7 @@ class Cluster:
     """
 
     def __init__(self, nodes: int = 4, **settings: int) -> None:
-        """``settings``: MAX_ARRAY_SIZE, CPUS (see cluster.sh)."""
+        """``settings``: MAX_ARRAY_SIZE, SLURMD_TIMEOUT, CPUS (see cluster.sh)."""
         self.nodes = nodes
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
         self._settings = {name: str(value) for name, value in settings.items()}

@@ -70,13 +70,17 @@ def test_runs_take_turns(slurm, allocation, tmp_path):
     assert slurm.queue() == {allocation: "RUNNING"}
 
 
+def pids_of(run: Path) -> list[str]:
+    """Process ids of the ranks that are up."""
+    return list(filter(None, (file.read_text() for file in run.glob("up_*"))))
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_ends_the_ranks_and_not_the_allocation(slurm, allocation, tmp_path, number):
     configs = [config(2, 2, *INSIDE, f"training.seed={seed}") for seed in (1, 2)]
     process = start(slurm, allocation, tmp_path / "runs", "stay", configs)
     run = tmp_path / "runs/run0"
-    until(lambda: len(list(run.glob("up_*"))) == 4, 60)
-    pids = [int(f.read_text()) for f in run.glob("up_*")]
+    pids = until(lambda: len(found := pids_of(run)) == 4 and found, 60)
     os.kill(process.pid, number)
     code, out = finish(process)
     assert code == 130, out

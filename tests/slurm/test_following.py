@@ -96,6 +96,9 @@ def test_status_holds_the_record_against_slurm(slurm: Cluster, tmp_path: Path) -
     slurm.script("down", "127.0.0.4")
     slurm.run("scontrol", "requeue", again)
     is_in(slurm, again, "PENDING")
+    slurm.run(
+        "scontrol", "update", f"JobId={again}", "StartTime=now+1hour"
+    )  # it waits, however slow this machine is
     slurm.wait_until_over(lost_node)
 
     claims = {

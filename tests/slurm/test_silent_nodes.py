@@ -52,7 +52,7 @@ def test_runs_of_dead_and_hanging_nodes_go_on_elsewhere(start_slurm, tmp_path):
         assert lost[name] not in second["nodes"]
     begun = attempts_of(runs["only"].status())[1]["started_at"]
     rows = logged(runs["only"].path)
-    assert [row["step"] for row in rows if row["time"] > begun][0] in (5, 9), "from its last checkpoint"
+    assert next(row["step"] for row in rows if row["time"] > begun) in (5, 9), "from its last checkpoint"
     losses = {(row["step"], row["loss/global_avg"]) for row in rows}
     assert sorted(step for step, _ in losses) == list(range(1, 21)), "a step that ran twice had the same loss"
 
