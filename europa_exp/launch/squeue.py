@@ -47,14 +47,22 @@ def ask(ids: Iterable[str], *, steps: bool = False, timeout: float = TIMEOUT_S) 
         known = True
     found = {i: queue[i] for i in wanted if i in queue}
     missing = wanted if steps else [i for i in wanted if i not in found]
+    accounts: dict[str, SlurmState] = {}
     if missing:
-        accounts = _sacct(missing, timeout)
-        if isinstance(accounts, str):
-            silent.append(accounts)
+        answer = _sacct(missing, timeout)
+        if isinstance(answer, str):
+            silent.append(answer)
         else:
-            for i in missing:
-                if i in accounts:
-                    found[i] = _both(found[i], accounts[i]) if i in found else accounts[i]
+            accounts = answer
+        for i in missing:
+            if i in accounts:
+                found[i] = _both(found[i], accounts[i]) if i in found else accounts[i]
+    for i in wanted:
+        # Tasks of an array that was cancelled before they began have no records of their own, only one under its plain number.
+        whole = i.partition("_")[0]
+        state = queue.get(whole) or accounts.get(whole)
+        if i not in found and state is not None and state.ended:
+            found[i] = replace(state, job_id=i)
     return Answer(found, tuple(silent), known)
 
 

@@ -95,6 +95,19 @@ def test_steps_and_earlier_starts_come_from_the_accounting(tmp_path: Path, insta
     assert (before.state, before.nodes, before.steps[0].signal) == ("REQUEUED", "127.0.0.[1-2]", 15)
 
 
+def test_tasks_of_an_array_that_was_cancelled_while_all_of_it_waited(
+    tmp_path: Path, install: Install
+) -> None:
+    install("squeue", printing(tmp_path, "squeue", "582280|CANCELLED||N/A|2026-11-29T16:54:52|JobHeldUser\n"))
+    install("sacct", printing(tmp_path, "sacct", "582280_4|COMPLETED|0:0|n1|Unknown|Unknown|None\n"))
+    found = squeue.jobs(["582280_3", "582280_4", "582280", "582281_3"])
+    assert {i: (s.job_id, s.state) for i, s in found.items()} == {
+        "582280_3": ("582280_3", "CANCELLED"),
+        "582280_4": ("582280_4", "COMPLETED"),
+        "582280": ("582280", "CANCELLED"),
+    }
+
+
 def test_nobody_asked_means_no_call(tmp_path: Path, install: Install) -> None:
     install("squeue", printing(tmp_path, "squeue", QUEUE))
     assert squeue.ask([]) == Answer(known=True)

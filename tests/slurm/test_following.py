@@ -227,9 +227,12 @@ def test_scancel_by_hand_and_no_controller(slurm: Cluster, tmp_path: Path) -> No
     is_in(slurm, by_hand, "RUNNING")
     is_in(slurm, kept, "RUNNING")
     run, other = claim(tmp_path, 1, by_hand, "running"), claim(tmp_path, 2, kept, "running")
-    slurm.run("scancel", by_hand)
-    slurm.wait_until_over(by_hand)
-    assert states(tmp_path)[run.name] == "cancelled"
+    array = job(slurm, "true", "--hold", "--array=0-2")
+    waits = claim(tmp_path, 3, f"{array}_1", "queued")
+    assert states(tmp_path)[waits.name] == "queued"
+    slurm.run("scancel", by_hand, array)
+    slurm.wait_until_over(by_hand, array)
+    assert (states(tmp_path)[run.name], states(tmp_path)[waits.name]) == ("cancelled", "cancelled")
     until(lambda: "scancel" in europa(slurm, tmp_path, "why", "--runs-dir", ".", run.name).stdout, 30)
     marked = europa(slurm, tmp_path, "cancel", run.name, "--runs-dir", ".")
     assert marked.returncode == 0, marked.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 
 import pytest
 from submitting import SITE, config, europa, evidence, launch, states, submit
@@ -74,6 +75,11 @@ def test_384_ranks_on_96_nodes(start_slurm, tmp_path):
     assert address == zero["SLURMD_NODENAME"]
     assert len({rank["MASTER_PORT"] for rank in ranks}) == 1
     assert {rank["SLURM_CPUS_PER_TASK"] for rank in ranks} == {"4"}, "srun was told as well"
+    # Two idle cores have 120 s of CPU time in a minute, for all ranks and for Slurm. What a rank takes hardly depends on load.
+    used = [json.loads(rank["cpu"]) for rank in ranks]
+    assert statistics.median(u["user"] + u["system"] for u in used) < 0.25, (
+        "a rank imports too much before its training"
+    )
     # Each rank asks for the NUMA node of its number. This machine may not have as many: then it is told so.
     for rank in ranks:
         assert re.search(rf"\bnode {rank['LOCAL_RANK']}\b", rank["EUROPA_NUMA"]), rank["EUROPA_NUMA"]
