@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from europa_exp.config.effects import notes
 from europa_exp.config.errors import show as shown
 from europa_exp.config.schema import Executor, Preview
 from europa_exp.launch.fields import schema_order
@@ -24,6 +25,8 @@ def show(plan: Plan, stream: TextIO | None = None) -> None:
     stream = stream or sys.stdout
     if plan.points[0].cfg.launch.preview is Preview.script:
         _scripts(plan, stream)
+        if lacking := without_account(plan.points):
+            print(lacking, file=sys.stderr)
         return
     rows = table(plan)
     common = _words(_common([p for p in plan.points if p.repeat == 0]))
@@ -37,14 +40,13 @@ def show(plan: Plan, stream: TextIO | None = None) -> None:
     left_out = f", {plan.excluded} left out by the sweep file" if plan.excluded else ""
     runs = "1 run" if len(plan.points) == 1 else f"{len(plan.points)} runs"
     sweep = f" of sweep {plan.sweep}" if plan.sweep else ""
-    for line in cost(plan.points):
+    for line in [*cost(plan.points), *notes([p.cfg for p in plan.points])]:
         print(line, file=stream)
     print(f"Preview of {runs}{sweep}{left_out}; nothing was submitted.", file=stream)
 
 
 def cost(points: list[Point]) -> list[str]:
     """What these points cost on Slurm and what stands in their way there, in lines; nothing for runs on this machine."""
-    from europa_exp.config.rules.cluster import lacks_account
     from europa_exp.launch import slurm
 
     lines = []
@@ -63,9 +65,17 @@ def cost(points: list[Point]) -> list[str]:
     problem = slurm.too_expensive(points)
     if problem is not None:
         lines.append(f"This call would be refused: {problem}")
-    if names := sorted({p.cfg.cluster.name for p in points if lacks_account(p.cfg)}):
-        lines.append(f"cluster.account is missing, and {' and '.join(names)} takes no job without one.")
+    if lacking := without_account(points):
+        lines.append(lacking)
     return lines
+
+
+def without_account(points: list[Point]) -> str:
+    """A line about the clusters that need an account which these points don't give; empty if there are none."""
+    from europa_exp.config.rules.cluster import lacks_account
+
+    names = sorted({p.cfg.cluster.name for p in points if lacks_account(p.cfg)})
+    return f"cluster.account is missing, and {' and '.join(names)} takes no job without one." if names else ""
 
 
 def hours_text(hours: float) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from europa_exp.config import schema
+from europa_exp.config.effects import notes
 from europa_exp.config.errors import ConfigError, Problem
 from europa_exp.launch import allocation, dispatch, environment, processes, slurm
 from europa_exp.launch.attend import INTERRUPTED, Stops, attend, print_comparison
@@ -56,6 +58,8 @@ def submit(
         return 0
     if problem := slurm.too_expensive([point for point, _ in todo]):
         raise ConfigError([("", problem)])
+    for note in notes([point.cfg for point, _ in todo]):
+        print(note, file=sys.stderr)
     cluster = points[0].cfg.cluster
     if cluster.executor is schema.Executor.slurm and not cluster.inside_allocation:
         given = list(zip(points, fingerprints, strict=True))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torchtitan.tools.logging import init_logger, logger
 
 from europa_exp.config import schema
+from europa_exp.config.effects import without_effect
 from europa_exp.cpu import device
 from europa_exp.runs.attempts import STOPPED
 from europa_exp.runs.collectives import CollectivesWriter, collectives_file
@@ -81,7 +82,7 @@ def train(cfg: schema.Config, run: RunFolder, runtime: dict[str, Any]) -> None:
 def _write_runtime(run: RunFolder, cfg: schema.Config, runtime: dict[str, Any]) -> dict[str, Any]:
     """Write down what this rank met, and return it."""
     device_type = device.device_type()
-    notes = list(runtime.get("notes", []))
+    notes = [*runtime.get("notes", []), *without_effect(cfg)]
     if device_type == "cpu" and cfg.nccl != schema.Nccl():
         note = "the collectives are gloo's, so the nccl settings have no effect here"
         if cfg.nccl.record:
