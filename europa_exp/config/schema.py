@@ -389,7 +389,7 @@ class Training:
     """Deterministic kernels where PyTorch has them; slower on an accelerator. CPU runs repeat bitwise without it."""
 
     compile: bool = knob(False)
-    """torch.compile of the layers (accelerators only)."""
+    """torch.compile of the layers; compiling takes longer than a short run on a CPU."""
 
     log_every: int = required(within="[1, inf)")
     """Steps between two lines of metrics.jsonl."""
@@ -428,8 +428,8 @@ class Profiling:
     """What a run records beyond its metrics."""
 
     collectives: bool = knob(False)
-    """Record a table of all collectives for every logged step: kind, process group, dtype, calls, bytes and, on an accelerator,
-    time."""
+    """Record a table of the collectives of parameters, gradients and routed tokens for every logged step: kind, process
+    group, dtype, calls, bytes and, on an accelerator, time."""
 
 
 # ------------------------------------------------------------------------------------------------------- tracking
