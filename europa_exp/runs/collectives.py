@@ -1,4 +1,7 @@
-"""``collectives.jsonl``: what the collectives of each logged step carried, written when ``profiling.collectives`` is true.
+"""``collectives.jsonl``: what the collectives of parameters, gradients and routed tokens carried in each logged step.
+
+Written when ``profiling.collectives`` is true. The all-reduces of loss and gradient norm and the exchange of token counts
+are not in it.
 
 One JSON object a logged step::
 
@@ -129,8 +132,21 @@ def _why_none(run: RunFolder) -> str:
     except Exception:  # `europa show` tells what is wrong with the configuration
         asked = False
     if asked:
+        if run.status().ended:
+            return f"{run.name} ended, and {_without_tables(collectives_file(run))}"
         return f"{run.name} has recorded no collectives yet: no step is logged. `europa status` tells how it goes"
     return (
         f"{run.name} recorded no collectives: profiling.collectives was false. Run it again with them: "
         f"python launch.py rerun={run.name} profiling.collectives=true"
     )
+
+
+def _without_tables(path: Path) -> str:
+    """What is wrong with a record that holds no table."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return f"{path} is missing: it was never written, or deleted since"
+    if size == 0:
+        return f"{path} is empty: no step was logged, or no line could be written"
+    return f"{path} is unreadable: none of its lines is a table of collectives"

@@ -390,6 +390,11 @@ def test_preview_needs_no_account_and_says_so(monkeypatch):
     assert result.code == 0
     assert "cluster.account is missing, and jupiter takes no job without one" in result.out
     assert "384" in result.out
+    script = call("experiment=europa_1t", "cluster=jupiter", "launch.preview=script")
+    assert script.code == 0
+    assert script.out.startswith("#!")
+    assert "cluster.account is missing" not in script.out
+    assert script.err == "cluster.account is missing, and jupiter takes no job without one.\n"
     assert call("experiment=europa_1t", "cluster=jupiter").code == 2
 
 

@@ -65,6 +65,25 @@ def test_a_run_without_tables_is_told_how_to_record_them(tmp_path: Path) -> None
         table(run)
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [(None, "is missing"), (b"", "is empty"), (b"\xff\x00 no table\n{}\n", "is unreadable")],
+)
+def test_an_ended_run_is_told_what_is_wrong_with_its_record(
+    tmp_path: Path, content: bytes | None, told: str
+) -> None:
+    run = make_run(tmp_path, config("profiling.collectives=true"))
+    run.set_state("running")
+    if content is not None:
+        collectives_file(run).write_bytes(content)
+    with pytest.raises(LookupFailed, match="no step is logged"):
+        table(run)
+    run.set_state("completed", exit_codes={"0": 0})
+    with pytest.raises(LookupFailed, match=rf"collectives\.jsonl {told}") as error:
+        table(run)
+    assert "europa status" not in str(error.value)
+
+
 def test_a_step_without_a_table_is_told_from_which_there_are(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     with CollectivesWriter(collectives_file(run)) as writer:
