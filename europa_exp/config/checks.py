@@ -1,7 +1,7 @@
 """Everything that can be known to be wrong with a configuration before anything is submitted.
 
 Single values first (``rules.values``), then the rules between fields. A rule that reads a field with a problem of its own
-is left out, so one mistake gives one message. Nothing here imports torch or writes to disk.
+is left out, so one mistake gives one message. Nothing here imports torch or leaves anything on disk.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ def test_a_folder_for_checkpoints(found, tmp_path):
     saves = "training.checkpoint_every=5"
     assert found(saves, f"{FOLDER}={tmp_path}/not/yet") == {}
     assert found(saves, f"{FOLDER}={tmp_path}", "cluster=slurm") == {}
-    assert "absolute" in found(saves, f"{FOLDER}=scratch")[FOLDER].rule
+    for more in ((saves,), ()):
+        assert "absolute" in found(*more, f"{FOLDER}=scratch")[FOLDER].rule
     (tmp_path / "file").touch()
     assert found(saves, f"{FOLDER}={tmp_path}/file/me")[FOLDER].rule == f"{tmp_path}/file is no folder"
     (tmp_path / "link").symlink_to(tmp_path / "gone")
@@ -60,7 +61,42 @@ def test_home_and_variables_are_not_for_the_command_line(found, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     for text, path in (("$SCRATCH/me", "/scratch/me"), ("~/ck", "/home/me/ck")):
         problem = found("training.checkpoint_every=5", f"{FOLDER}='{text}'")[FOLDER]
-        assert path in problem.way_out
+        assert problem.way_out == f"Write the path itself: {path}"
+    monkeypatch.delenv("SCRATCH")
+    way_out = found(f"{FOLDER}='$SCRATCH/me'")[FOLDER].way_out
+    assert "SCRATCH is not set in this shell" in way_out
+    assert "$SCRATCH" not in way_out
+
+
+def test_what_is_permitted_and_still_takes_no_file(found):
+    """A file system of the kernel's own, which lets root do everything and takes no files."""
+    problem = found("training.checkpoint_every=2", f"{FOLDER}=/proc/nowhere")[FOLDER]
+    assert "can't be written (from /proc on it would have to be made)" in problem.rule
+
+
+def test_the_probe_leaves_nothing(found, tmp_path):
+    assert found("training.checkpoint_every=5", f"{FOLDER}={tmp_path}/not/yet") == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("below", ["", "/checkpoints"])
+@pytest.mark.parametrize("saves", [["training.checkpoint_every=5"], []])
+def test_among_the_runs_is_no_place(found, tmp_path, monkeypatch, below, saves):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "alias").symlink_to("runs")
+    for name in ("runs", "alias"):
+        problem = found(*saves, f"{FOLDER}={tmp_path}/{name}{below}")[FOLDER]
+        assert "where every folder is a run" in problem.rule
+    assert found(*saves, f"{FOLDER}={tmp_path}/runs-too{below}") == {}
+    assert found(*saves, f"{FOLDER}={tmp_path}", f"launch.runs_dir={tmp_path}/runs") == {}
+
+
+def test_writing_while_training_goes_on_needs_something_to_write(found):
+    name = "training.checkpoint_async"
+    problem = found(f"{name}=true")[name]
+    assert "no effect while training.checkpoint_every=0" in problem.rule
+    assert "training.checkpoint_every=<steps>" in problem.way_out
+    assert found(f"{name}=true", "training.checkpoint_every=5") == {}
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -64,39 +65,70 @@ def kept_for_good(cfg: Config) -> Iterator[Problem]:
         )
 
 
-@reads("cluster.checkpoint_dir", "training.checkpoint_every", "launch.preview")
+@reads("training.checkpoint_every", "training.checkpoint_async")
+def written_while_training(cfg: Config) -> Iterator[Problem]:
+    """A way of writing checkpoints means nothing where none is written."""
+    if cfg.training.checkpoint_async and not cfg.training.checkpoint_every:
+        yield Problem(
+            "training.checkpoint_async",
+            True,
+            "has no effect while training.checkpoint_every=0 writes nothing",
+            "Give training.checkpoint_every=<steps>, or training.checkpoint_async=false",
+        )
+
+
+@reads("cluster.checkpoint_dir", "training.checkpoint_every", "launch.runs_dir", "launch.preview")
 def checkpoint_dir(cfg: Config) -> Iterator[Problem]:
     """Checkpoints have a folder that means the same on every node, and that can be made or written from here."""
     value, dotted = cfg.cluster.checkpoint_dir, "cluster.checkpoint_dir"
-    if value is None or not cfg.training.checkpoint_every:
+    if value is None:
         return
-    path = Path(value)
+    path, inside = Path(value), "null to keep them in the run folders"
     if value.startswith("~") or "$" in value:
         rule = "~ and $NAME are written out in your own file of settings only"
-        yield Problem(dotted, value, rule, f"Write the path itself: {os.path.expandvars(path.expanduser())}")
+        yield Problem(dotted, value, rule, _written_out(value))
     elif not path.is_absolute():
         rule = "must be an absolute path: it lies outside the run folders, and every node reads it"
-        yield Problem(
-            dotted, value, rule, f"Give {dotted}=/<scratch>/<you>, or null to keep them in the run folders"
+        yield Problem(dotted, value, rule, f"Give {dotted}=/<scratch>/<you>, or {inside}")
+    elif (runs := Path(cfg.launch.runs_dir).resolve()) in (real := path.resolve(), *real.parents):
+        rule = f"lies in launch.runs_dir={cfg.launch.runs_dir} ({runs}), where every folder is a run"
+        yield Problem(dotted, value, rule, f"Give a folder outside it, or {inside}")
+    elif (
+        cfg.training.checkpoint_every and not cfg.launch.preview and (trouble := unwritable(path)) is not None
+    ):
+        yield Problem(dotted, value, trouble, f"Give a folder that you may write to, or {inside}")
+
+
+def _written_out(value: str) -> str:
+    """What to type instead of a path with ``~`` or ``$NAME`` in it."""
+    path = os.path.expandvars(os.path.expanduser(value))
+    if unset := re.findall(r"\$\{?(\w+)", path):
+        names = " and ".join(dict.fromkeys(unset))
+        return (
+            f"Write the path itself; {names} {'is' if len(set(unset)) == 1 else 'are'} not set in this shell"
         )
-    elif not cfg.launch.preview and (trouble := unwritable(path)) is not None:
-        yield Problem(
-            dotted,
-            value,
-            trouble,
-            "Give a folder that you may write to, or null to keep them in the run folders",
-        )
+    if path.startswith("~") or "$" in path:
+        return "Write the path itself, without ~ and $"
+    return f"Write the path itself: {path}"
 
 
 def unwritable(folder: Path) -> str | None:
-    """Why nothing can be made in a folder, there or not yet; None if it can. Makes nothing."""
+    """Why nothing can be made in a folder, there or not yet; None if it can.
+
+    Found by writing a file without a name where the folder is or would be made: a permission says nothing of a file system
+    that takes no files, and root is permitted everything. Leaves nothing.
+    """
     place = folder.absolute()
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
     here = "" if place == folder.absolute() else f" (from {place} on it would have to be made)"
     if not place.is_dir():
         return f"{place} is no folder"
-    return None if os.access(place, os.W_OK | os.X_OK) else f"it can't be written{here}"
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return None
+    except OSError as error:
+        return f"it can't be written{here}: {error.strerror or error}"
 
 
 @reads(
@@ -203,4 +235,4 @@ def _differences(there: Model, here: Model) -> str:
     )
 
 
-RULES = [kept, kept_for_good, checkpoint_dir, initial_checkpoint]
+RULES = [kept, kept_for_good, written_while_training, checkpoint_dir, initial_checkpoint]
