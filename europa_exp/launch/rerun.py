@@ -5,6 +5,8 @@ What comes from where:
 - ``cluster``, ``launch``, ``tracking`` and ``trust`` come from today's `conf/` and the command line: they say where and how
   a run is made. Those fields of ``cluster`` that can change a result (threads a rank, environment of the ranks) stay as
   recorded, so that a rerun without changes is the same experiment; ``cluster=...`` or ``cluster.FIELD=...`` takes today's.
+- ``cluster.checkpoint_dir`` stays as recorded on a cluster of the same name, unless the command line or the user's own file
+  of settings gives one, or the folder is somebody else's by now: what lies in it can be loaded later.
 - ``group=option`` takes that group whole from today's `conf/`, ``field=value`` changes one field.
 - Everything else, ``data.path`` and ``training.initial_checkpoint`` included, stays as recorded.
 
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from europa_exp.config.errors import ConfigError, Problem
+from europa_exp.launch import rerun_folder
 from europa_exp.launch.compose import (
     GLOBAL_GROUPS,
     Composer,
@@ -106,6 +109,8 @@ class RerunComposer:
     def __init__(self, today: Composer, recorded: Config) -> None:
         self._today = today
         self._recorded = recorded
+        self.kept_folder = False
+        """Whether a point took ``cluster.checkpoint_dir`` from the record."""
 
     def options(self, group: str) -> list[str]:
         """Options of a group of today's `conf/`."""
@@ -140,6 +145,10 @@ class RerunComposer:
             named = {key_of(text) for text in overrides}
             for key, value in kept_of_cluster(self._recorded, named).items():
                 OmegaConf.update(cfg, key, value, merge=False)
+        said = {*self._today.personal().get(today.choices.get("cluster") or "", {}), *map(key_of, overrides)}
+        if rerun_folder.stays(self._recorded.cluster, today.cfg.cluster, said):
+            self.kept_folder = True
+            cfg.cluster.checkpoint_dir = self._recorded.cluster.checkpoint_dir
         with explained(overrides, self.options):
             apply_overrides([p for p in parsed if (p.input_line or "") not in here], cfg)
         known = {k: v for k, v in today.choices.items() if k in chosen or k in FROM_HERE}
@@ -207,13 +216,16 @@ def rerun(root: Path, arguments: Sequence[str]) -> int:
             force=True,
             loader=today.loader,
         )
+    if again.kept_folder:
+        rerun_folder.refuse_untrusted(plan.points)
     if print_config:
         from europa_exp.config.io import to_yaml
 
         print(to_yaml(plan.points[0].cfg), end="")
         return 0
     command = [sys.argv[0], *arguments]
-    _say_first(record, [p.identity for p in plan.points], plan.points[0].cfg, base, command, overrides)
+    identities = [p.identity for p in plan.points]
+    _say_first(record, identities, plan.points[0].cfg, base, command, overrides, again.kept_folder)
     return hand_over(plan, command)
 
 
@@ -259,6 +271,7 @@ def _say_first(
     base: Config | None,
     command: Sequence[str],
     overrides: Sequence[str],
+    kept_folder: bool,
 ) -> None:
     """Before anything runs: what is different from the record, around the configuration and in it."""
     from europa_exp.config.identity import identity
@@ -277,10 +290,15 @@ def _say_first(
     if base is not None:
         for f in fields(cfg.cluster):
             here, now = getattr(base.cluster, f.name), getattr(cfg.cluster, f.name)
-            if here != now and not any(key_of(t).startswith("cluster") for t in overrides):
+            if (
+                f.name != "checkpoint_dir"
+                and here != now
+                and not any(key_of(t).startswith("cluster") for t in overrides)
+            ):
                 lines.append(
                     f"cluster.{f.name}: {here} here, {now} as recorded is used (cluster.{f.name}=... takes another)"
                 )
+    lines += rerun_folder.differences(record.cfg.cluster, cfg.cluster, kept_folder)
     print("Different from the record:" if lines else "Nothing around it differs from the record.")
     for line in lines:
         print(f"  {line}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -317,3 +318,82 @@ def test_a_wandb_path_is_asked_of_wandb_and_a_failure_says_both(monkeypatch):
         find_record("entity/project/id", "runs")
     for part in ("no run 'entity/project/id'", "nobody is logged in", "run folder"):
         assert part in str(e.value)
+
+
+# ---------------------------------------------------------------------------------------- the folder for checkpoints
+
+
+FOLDER = "cluster.checkpoint_dir"
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    """A run on this machine that was told to keep its checkpoints in ``scratch``; the user has a file of settings."""
+    monkeypatch.setenv("EUROPA_USER_CONFIG", str(tmp_path / "mine.yaml"))
+    (tmp_path / "mine.yaml").write_text("")
+    return recorded("training.checkpoint_every=2", f"{FOLDER}={tmp_path}/scratch")
+
+
+def folder_of(submitted) -> str | None:
+    return submitted.pop()[0].cfg.cluster.checkpoint_dir
+
+
+@pytest.mark.parametrize("chosen", [[], ["cluster=local"]])
+def test_the_folder_for_checkpoints_stays_as_recorded_on_the_same_cluster(submitted, saved, tmp_path, chosen):
+    result = call(f"rerun={saved.name}", *chosen)
+    assert result.code == 0, result.err
+    assert folder_of(submitted) == f"{tmp_path}/scratch"
+    assert f"{FOLDER}: {tmp_path}/scratch as recorded is used" in result.out
+    assert "None" not in result.out
+
+
+@pytest.mark.parametrize("by", ["call", "null", "file"])
+def test_the_call_and_the_users_own_file_say_where_checkpoints_go(submitted, saved, tmp_path, by):
+    given = {"call": [f"{FOLDER}={tmp_path}/other"], "null": [f"{FOLDER}=null"], "file": []}[by]
+    if by == "file":
+        (tmp_path / "mine.yaml").write_text(f"local:\n  checkpoint_dir: {tmp_path}/other\n")
+    result = call(f"rerun={saved.name}", *given)
+    assert result.code == 0, result.err
+    assert folder_of(submitted) == (None if by == "null" else f"{tmp_path}/other")
+    used = "the run folders" if by == "null" else f"{tmp_path}/other"
+    assert f"{FOLDER}: {tmp_path}/scratch recorded and {used} used" in result.out
+    assert f"{FOLDER}={tmp_path}/scratch takes the recorded one" in result.out
+
+
+def test_the_folder_of_another_cluster_or_of_somebody_else_is_not_taken(
+    submitted, saved, tmp_path, monkeypatch
+):
+    result = call(f"rerun={saved.name}", "cluster.name=other")
+    assert folder_of(submitted) is None
+    assert f"{FOLDER}: {tmp_path}/scratch recorded, on local, and the run folders used" in result.out
+    (tmp_path / "scratch").mkdir()
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "scratch", 4321, -1)
+    else:
+        monkeypatch.setattr("os.geteuid", lambda: 4321)
+    result = call(f"rerun={saved.name}")
+    assert folder_of(submitted) is None
+    assert f"{tmp_path}/scratch belongs to somebody else" in result.out
+
+
+def test_nothing_is_said_of_a_folder_that_is_the_same(submitted, saved, tmp_path):
+    (tmp_path / "mine.yaml").write_text(f"local:\n  checkpoint_dir: {tmp_path}/scratch\n")
+    assert FOLDER not in call(f"rerun={saved.name}").out
+    assert folder_of(submitted) == f"{tmp_path}/scratch"
+
+
+def test_a_record_makes_no_checkpoint_ours_by_naming_its_folder(submitted, tmp_path):
+    theirs = tmp_path / "theirs" / "run-1" / "step-1"
+    theirs.mkdir(parents=True)
+    (theirs / ".metadata").touch()
+
+    def change(cfg):
+        cfg.training.initial_checkpoint = str(theirs)
+        cfg.cluster.checkpoint_dir = str(tmp_path / "theirs")
+
+    run = recorded(change=change)
+    result = call(f"rerun={run.name}")
+    assert result.code == 2
+    assert "trust=true" in result.err
+    assert submitted == []
+    assert call(f"rerun={run.name}", f"{FOLDER}={tmp_path}/theirs").code == 0
