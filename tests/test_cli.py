@@ -123,7 +123,9 @@ def test_fields() -> None:
     assert "nccl.max_ctas  (a whole number, 1 to 64, or null; off: null)" in done.stdout
     assert "Source: 16 gave +7%" in done.stdout
     assert "training." not in done.stdout
-    assert "training.seq_len" in europa("fields").stdout
+    everything = europa("fields").stdout
+    assert "training.seq_len" in everything
+    assert everything.count("top level\n") == 1
 
 
 def test_a_closed_pipe_is_silent(runs: Path) -> None:

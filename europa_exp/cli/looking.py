@@ -309,12 +309,11 @@ def fields(
         width = 10_000
     group = None
     for entry in found:
-        head = entry.field.split(".")[0]
+        first = entry.field.split(".")[0]
+        head = f"{first}: {about[first]}" if first in about else "top level"
         if head != group:
-            print(
-                f"{'' if group is None else chr(10)}{_wrapped(f'{head}: {about[head]}' if head in about else 'top level', 0, width)}"
-            )
-            group = head if head in about else "top level"
+            print(f"{'' if group is None else chr(10)}{_wrapped(head, 0, width)}")
+            group = head
         off = "required" if entry.off == "required" else f"off: {entry.off}"
         print(f"  {entry.field}  ({entry.type}; {off})")
         print(_wrapped(entry.doc, 6, width))

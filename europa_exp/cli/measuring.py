@@ -22,9 +22,9 @@ def collectives(
         bool, typer.Option("--json", help="As JSON, in bytes and seconds with every digit.")
     ] = False,
 ) -> None:
-    """Show each collective of a step: its process group, dtype, calls, bytes and, on CUDA, time.
+    """Show the collectives of parameters, gradients and routed tokens in a step.
 
-    The run has to record them: profiling.collectives=true.
+    For each: process group, dtype, calls, bytes and, on CUDA, time. The run has to record them: profiling.collectives=true.
     """
     from europa_exp.runs.collectives import table
     from europa_exp.runs.lookup import find

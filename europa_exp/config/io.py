@@ -258,7 +258,7 @@ def convert(value: Any, hint: Any) -> Any:
         return str(value)
     if hint in (int, float, bool) and type(value) is hint:
         return value
-    raise Invalid(f"must be {type_text(hint)}", f"Write {type_text(hint)}")
+    raise Invalid(f"must be {type_text(hint)}", "`europa fields` explains every field")
 
 
 def type_text(hint: Any) -> str:

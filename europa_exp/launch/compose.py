@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from europa_exp.config.errors import ConfigError, Problem
-from europa_exp.launch.overrides import key_of, near_fields, parse, problems_of
+from europa_exp.launch.overrides import key_of, near_fields, parse, problems_of, wrong_booleans
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -62,7 +62,7 @@ class Composer:
     def compose(self, overrides: Sequence[str]) -> Composition:
         """Compose one point (no sweeps in it). Raises ConfigError with all that is wrong in the overrides."""
         with explained(overrides, self.options):
-            parsed = [parse(text) for text in overrides]
+            parsed = parse_all(overrides)
             groups = tuple(
                 str(p.input_line)
                 for p in parsed
@@ -127,6 +127,14 @@ def _options_below(loader: Any, group: str, kinds: Any) -> list[str]:
     for folder in loader.get_group_options(group, kinds.GROUP):
         out += [f"{folder}/{option}" for option in _options_below(loader, f"{group}/{folder}", kinds)]
     return out
+
+
+def parse_all(texts: Sequence[str]) -> list[Any]:
+    """The overrides of one point, parsed. Raises Hydra's exceptions, and ConfigError for numbers given to booleans."""
+    parsed = [parse(text) for text in texts]
+    if problems := [problem for override in parsed for problem in wrong_booleans(override)]:
+        raise ConfigError([("", p) for p in problems])
+    return parsed
 
 
 def apply_overrides(parsed: Sequence[Any], cfg: DictConfig) -> None:

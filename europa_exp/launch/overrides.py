@@ -228,7 +228,10 @@ def near_fields(key: str) -> str:
 
 
 def type_problem(key: str, value: Any) -> Problem | None:
-    """What is wrong with the type of a plain value for a field of the schema; None if OmegaConf takes it."""
+    """What is wrong with the type of a plain value for a field of the schema; None if it fits.
+
+    It fits if OmegaConf takes it; but of numbers a boolean takes 0 and 1 only, where OmegaConf takes all that are not 0 for true.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -236,6 +239,9 @@ def type_problem(key: str, value: Any) -> Problem | None:
 
     if isinstance(value, str) and ("${" in value or value == "???"):
         return None  # interpolations are resolved and missing values found in the composition
+    yes_or_no = f"Write {key}=true or {key}=false"
+    if hint_of(key) is bool and _counts(value):
+        return Problem(key, value, "must be true or false", yes_or_no)
     try:
         OmegaConf.update(_scratch(), key, value, force_add=free_mapping(key) is not None)
     except OmegaConfBaseException:
@@ -245,11 +251,39 @@ def type_problem(key: str, value: Any) -> Problem | None:
         if isinstance(value, float) and value.is_integer() and "whole number" in wanted:
             way_out = f"Write {key}={int(value)}"
         elif value in ("None", "none", None):
-            way_out = f"Write {key}=null" if optional else f"Every run has a {key}: give {wanted}"
+            way_out = f"Write {key}=null" if optional else f"Every run needs a {key}"
+        elif hint is bool:
+            way_out = yes_or_no
         else:
-            way_out = f"Give {wanted}"
+            way_out = f"`europa fields {free_mapping(key) or key}` explains it"
         return Problem(key, value, f"must be {wanted}", way_out)
     return None
+
+
+def wrong_booleans(override: Override) -> list[Problem]:
+    """Numbers other than 0 and 1 that an override (no sweep) gives to boolean fields, in a group's mapping too."""
+    if override.is_delete():
+        return []
+    out: list[Problem] = []
+
+    def walk(key: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                walk(f"{key}.{name}", inner)
+        elif hint_of(key) is bool and _counts(value):
+            problem = type_problem(key, value)
+            out.extend([problem] if problem else [])
+
+    walk(override.key_or_group, _plain(override._value))
+    return out
+
+
+def _counts(value: Any) -> bool:
+    """Whether a value is a number, or the text of one, that is neither 0 nor 1."""
+    try:
+        return not isinstance(value, bool) and int(value) not in (0, 1)
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 @lru_cache(maxsize=1)

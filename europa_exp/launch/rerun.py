@@ -32,6 +32,7 @@ from europa_exp.launch.compose import (
     apply_overrides,
     composer,
     explained,
+    parse_all,
 )
 from europa_exp.launch.expand import early_problems, make_plan
 from europa_exp.launch.fields import group_names
@@ -124,7 +125,7 @@ class RerunComposer:
         from europa_exp.config.schema import Config
 
         with explained(overrides, self.options):
-            parsed = [parse(text) for text in overrides]
+            parsed = parse_all(overrides)
         chosen = [p.key_or_group for p in parsed if self.options(p.key_or_group)]
         if experiments := [g for g in chosen if g in GLOBAL_GROUPS]:
             rule = "an experiment sets several groups, and here the record does that"

@@ -119,6 +119,7 @@ def test_all_problems_come_at_once(make):
         "tags",
     }
     assert "bf16, fp8" in found["comm.expert_all_gather"].rule
+    assert str(found["training.deterministic"]).count("true or false") == 1
 
 
 def test_duplicate_key_names_file_and_both_lines(make, tmp_path):

@@ -419,3 +419,19 @@ def test_ctrl_c_while_composing(monkeypatch, submitted):
     for arguments in (["comm=fp8"], ["-m", "comm=fp8"]):
         assert call(*arguments).code == 130
     assert submitted == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["comm.node_local_reshard=2"],
+        ["-m", "profiling.collectives=2,true"],
+        ["+offload={fsdp_cpu:7}"],
+        ["training.deterministic=-3"],
+    ],
+)
+def test_a_number_is_no_boolean(arguments, submitted):
+    result = call(*arguments)
+    assert result.code == 2
+    assert result.err.count("must be true or false") == 1
+    assert submitted == []

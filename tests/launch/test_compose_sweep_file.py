@@ -184,6 +184,8 @@ WRONG = [
     (GRID + "points:\n  - {comm: fp8}\n", ["comm", "listed points"]),
     ("params:\n  comm: bf16,,fp8\n", ["comm"]),
     ("params:\n  comm: []\n", ["comm"]),
+    ("params:\n  offload.fsdp_cpu: [7, false]\n", ["offload.fsdp_cpu=7: must be true or false"]),
+    ("points:\n  - {profiling.collectives: 2}\n", ["profiling.collectives=2: must be true or false"]),
     ("points:\n  - {training.steps: 1e3}\n  - {training.steps: x}\n", ["point 1", "point 2", "whole number"]),
     (
         "points:\n  - {comm: fp8}\n  - {comm.expert_all_gather: fp8}\n",
