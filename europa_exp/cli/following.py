@@ -430,6 +430,7 @@ def cancel(runs: Runs = None, runs_dir: RunsDir = RUNS, sweep: Sweep = None) -> 
 def why(run: Run, runs_dir: RunsDir = RUNS) -> None:
     """Tell why a run ended as it did (or why it waits): the cause, rank and node, the lines that prove it, what to do."""
     from europa_exp.launch import squeue
+    from europa_exp.launch.go_on import go_on_command
     from europa_exp.launch.standing import current_job, survey
     from europa_exp.launch.submission import jobs_of
     from europa_exp.runs.log_files import job_logs
@@ -453,8 +454,10 @@ def why(run: Run, runs_dir: RunsDir = RUNS) -> None:
     for entry in verdict.evidence:
         print(f"\n{entry.place}")
         print("\n".join(f"  | {line}" for line in entry.lines))
-    if verdict.advice:
+    again = go_on_command(found, standing.state)
+    advice = [*verdict.advice, *([f"To go on from its newest checkpoint: {again}"] if again else [])]
+    if advice:
         print()
-        print("\n".join(f"Next: {text}" for text in verdict.advice))
+        print("\n".join(f"Next: {text}" for text in advice))
     if answer is not None and answer.silent and not found.status().ended:
         print("\n".join(f"! {text}" for text in answer.silent))

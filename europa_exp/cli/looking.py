@@ -85,7 +85,7 @@ def show(
         ("Asked for", _asked(entry)),
         ("Comes from", _origin(entry)),
         ("Measured", _measured(entry.run)),
-        ("Files", _files(entry.run)),
+        ("Files", _files(entry.run, entry.state)),
     ):
         if section:
             width = max((len(label) for label, _ in section), default=0)
@@ -208,7 +208,7 @@ def _measured(run: "RunFolder") -> list[tuple[str, str]]:
     return found
 
 
-def _files(run: "RunFolder") -> list[tuple[str, str]]:
+def _files(run: "RunFolder", state: str) -> list[tuple[str, str]]:
     from europa_exp.runs.collectives import collectives_file
 
     found = [("folder", str(run.path))]
@@ -226,6 +226,10 @@ def _files(run: "RunFolder") -> list[tuple[str, str]]:
 
     if (saved := checkpoints.describe(run)) is not None:
         found.append(("checkpoints", saved))
+    from europa_exp.launch.go_on import go_on_command
+
+    if (again := go_on_command(run, state)) is not None:
+        found.append(("to go on", f"from the newest: {again}"))
     return found + ([("W&B", "wandb/")] if run.wandb_dir.is_dir() else [])
 
 

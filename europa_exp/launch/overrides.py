@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Options = Callable[[str], list[str]]
 """Name of a group -> its options; empty for a name that is no group."""
 
+_FOLDERS = ("training.initial_checkpoint", "cluster.checkpoint_dir", "launch.runs_dir", "data.path")
 _KEY = re.compile(r"^(\+\+|\+|~)?([^=]*?)(?:=(.*))?$", re.DOTALL)
 
 
@@ -86,17 +87,19 @@ def for_shell(key: str, value: str) -> str:
 
 
 def normalize(text: str) -> str:
-    """Spare people two oddities of Hydra's grammar.
+    """Spare people three oddities of Hydra's grammar.
 
     An entry of a free mapping (``nccl.extra.NCCL_ALGO=Ring``) needs no ``+``; a text field takes what was typed, where
     Hydra would read a number or a boolean and write it differently (``1e3`` as ``1000.0``, ``true`` as ``True``); so does a
-    choice that is called ``true``.
+    choice that is called ``true``. A folder may have ``=`` in it without quotes, as names of runs have.
     """
     prefix, key, raw = split(text)
     if raw is None or prefix == "~":
         return text
     if free_mapping(key):
         prefix = "++"
+    if key in _FOLDERS and "=" in raw and re.fullmatch(r"[\w./=+@%:-]+", raw):
+        return f"{prefix}{key}={quoted(raw)}"
     hint = hint_of(key)
     if hint is not None and (takes_text(hint) or "true" in getattr(hint, "__members__", ())):
         try:
