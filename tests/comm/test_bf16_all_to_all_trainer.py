@@ -58,8 +58,8 @@ SETTINGS = {
     "kept after forward": (4, 0.5, ["parallelism.reshard_after_forward=never"]),
     "one mesh": (4, 0.5, ["parallelism.expert_parallel_degree=1"]),
     "whole experts": (4, 0.5, ["parallelism.expert_parallel_degree=4"]),
-    # of 4 bytes a value to the owner and 4/2 bytes to the replica, the first become 2
-    "replicas": (4, 4 / 6, ["parallelism.data_parallel_replicate_degree=2", "parallelism.data_parallel_shard_degree=2",
+    # of a value, half of 4 bytes leave for the other shard, and 2 of its share for the replica: the first half becomes 1
+    "replicas": (4, 3 / 4, ["parallelism.data_parallel_replicate_degree=2", "parallelism.data_parallel_shard_degree=2",
                             "parallelism.expert_parallel_degree=1"]),
     "one rank": (1, None, [*ONE_RANK]),
 }  # fmt: skip
