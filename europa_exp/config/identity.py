@@ -122,12 +122,12 @@ def _stable(value: Any, hint: Any, dotted: str) -> Any:
 # ---------------------------------------------------------------------------------------------------------------- names
 
 
-def run_name(delta: dict[str, Any], identity: str) -> str:
+def run_name(delta: dict[str, Any], identity: str, lead: str = "") -> str:
     """A name for people and file systems: what differs, then the hash, for example ``expert_all_gather=fp8-1a2b3c4d5e6f``.
 
     Only letters, digits and ``._=-``; never a leading ``-`` or ``.``; at most 92 characters, so that a suffix for a
     repeat still fits in 100. The same for the same content, whatever the order of the dict. Different experiments
-    differ in the hash, so a name may leave out what doesn't fit (``plus3`` says how many fields).
+    differ in the hash, so a name may leave out what doesn't fit (``plus3`` says how many fields). ``lead`` comes first.
     """
     tail = _clean(identity) or "run"
     room = MAX_NAME - SUFFIX_ROOM - len(tail) - len("-plus999")
@@ -141,14 +141,15 @@ def run_name(delta: dict[str, Any], identity: str) -> str:
     for key, leaf in zip(keys, leaves, strict=True):
         short = leaf if leaves.count(leaf) == 1 else ".".join(key.split(".")[-2:])
         words.append(f"{_clean(short)[:32]}={_clean(_text(delta[key]))[:_MAX_VALUE].rstrip('.-')}")
-    shown: list[str] = []
+    first = _clean(lead)[:32].lstrip(".-=").rstrip(".-")
+    shown: list[str] = [first] if first else []
     for word in words:
         if len("-".join([*shown, word])) > room:
             break
         shown.append(word)
-    if len(shown) < len(words):
-        shown.append(f"plus{len(words) - len(shown)}")
-    name = "-".join([*shown, tail]) if words else f"default-{tail}"
+    if left := len(words) + bool(first) - len(shown):
+        shown.append(f"plus{left}")
+    name = "-".join([*(shown or ["default"]), tail])
     return name.lstrip(".-=")[: MAX_NAME - SUFFIX_ROOM]
 
 

@@ -69,7 +69,7 @@ def make_points(
     ``base`` is the default composition that names are relative to; ``problems`` are those found while composing. Raises
     ConfigError with every problem of every point, duplicates within the call included.
     """
-    from europa_exp.config.identity import delta, identity, run_name
+    from europa_exp.config.identity import delta, identity
 
     if check is None:
         from europa_exp.config import checks
@@ -93,7 +93,7 @@ def make_points(
     points: list[Point] = []
     for draft, digest in hashed:
         differs = delta(draft.cfg, base) if base is not None else {}
-        name = run_name(differs, digest)
+        name = _name(draft, differs, digest)
         for repeat in range(draft.cfg.launch.repeat):
             points.append(
                 Point(
@@ -108,6 +108,19 @@ def make_points(
                 )
             )
     return points
+
+
+def _name(draft: Draft, differs: dict[str, Any], digest: str) -> str:
+    """What differs and the hash; of a point with an experiment, the experiment stands for what only it sets."""
+    from europa_exp.config.experiment import experiment_of, typed
+    from europa_exp.config.identity import run_name
+    from europa_exp.launch.overrides import key_of
+
+    if (experiment := experiment_of(draft.overrides)) is None:
+        return run_name(differs, digest)
+    beside = [text for text in draft.overrides if key_of(text) != "cluster"]  # a place is no experiment
+    of_its_own = {name: value for name, value in differs.items() if typed(name, beside)}
+    return run_name(of_its_own, digest, experiment.rsplit("/", 1)[-1])
 
 
 def _duplicates(hashed: Sequence[tuple[Draft, str]]) -> Problems:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from europa_exp.config.effects import notes
 from europa_exp.config.errors import show as shown
+from europa_exp.config.experiment import EXPERIMENT, experiment_of
 from europa_exp.config.schema import Executor, Preview
 from europa_exp.launch.fields import schema_order
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from europa_exp.launch.points import Point
 
 COLUMNS = ("name", "hash", "what differs", "ranks", "runs")
+_WIDEST = 120
 SLURM_COLUMNS = ("nodes", "node-hours")
 """Beside `COLUMNS` where a point goes to Slurm; the hours of a row are those of all its runs."""
 
@@ -29,7 +31,9 @@ def show(plan: Plan, stream: TextIO | None = None) -> None:
             print(lacking, file=sys.stderr)
         return
     rows = table(plan)
-    common = _words(_common([p for p in plan.points if p.repeat == 0]))
+    once = [p for p in plan.points if p.repeat == 0]
+    led = {experiment_of(p.overrides) for p in once}
+    common = _words({**_experiment(once[0] if len(led) == 1 else None), **_common(once)})
     columns = COLUMNS + (SLURM_COLUMNS if _on_slurm(plan) else ())
     if stream.isatty():
         _rich(columns, rows, stream)
@@ -123,8 +127,10 @@ def table(plan: Plan) -> list[tuple[str, ...]]:
     fields = sorted(names, key=schema_order)
     rows: list[tuple[str, ...]] = []
     on_slurm = _on_slurm(plan)
+    led = len(points) == 1 or len({experiment_of(p.overrides) for p in points}) > 1
     for point in points:
         differs = {k: point.delta.get(k, _value(point, k)) for k in fields}
+        differs = {**_experiment(point if led else None), **differs}
         p = point.cfg.parallelism
         rows.append(
             (
@@ -148,6 +154,12 @@ def _slurm_cells(point: Point) -> tuple[str, str]:
     return nodes, hours_text(slurm.hours_per_job(point.cfg) * launch.repeat / launch.points_per_job)
 
 
+def _experiment(point: Point | None) -> dict[str, Any]:
+    """The experiment that a point was started with, as the first of what differs; nothing without one."""
+    chosen = experiment_of(point.overrides) if point else None
+    return {EXPERIMENT: chosen} if chosen else {}
+
+
 def _common(points: list[Point]) -> dict[str, Any]:
     """What all points have in common that the default composition doesn't have."""
     first = points[0].delta
@@ -161,13 +173,17 @@ def _value(point: Point, dotted: str) -> Any:
     return value
 
 
-def _words(fields: dict[str, Any], most: int = 12) -> str:
-    """Fields as they would be typed; a model's name stands for its fields."""
+def _words(fields: dict[str, Any]) -> str:
+    """Fields as they would be typed, as many as fit in `_WIDEST`; a model's name stands for its fields."""
     if "model.flavor" in fields:
         fields = {k: v for k, v in fields.items() if k == "model.flavor" or not k.startswith("model.")}
     words = [f"{k}={v if isinstance(v, str) else shown(v)}" for k, v in fields.items()]
-    rest = len(words) - most
-    return " ".join(words[:most]) + (f" and {rest} more" if rest > 0 else "")
+    for n in range(len(words), 1, -1):
+        rest = len(words) - n
+        text = " ".join(words[:n]) + (f" and {rest} more" if rest else "")
+        if len(text) <= _WIDEST:
+            return text
+    return " ".join(words[:1]) + (f" and {len(words) - 1} more" if len(words) > 1 else "")
 
 
 def _plain(columns: tuple[str, ...], rows: list[tuple[str, ...]], stream: TextIO) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from europa_exp.config.experiment import EXPERIMENT, experiment_of, typed
 from europa_exp.runs import statistics
 from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.lookup import Entry, brief, find_sweep
@@ -56,6 +57,16 @@ class Member:
     @property
     def completed(self) -> bool:
         return self.entry.state == "completed"
+
+    @property
+    def overrides(self) -> list[str]:
+        """What was typed for the run; empty without a record of it."""
+        found = self.entry.provenance.get("overrides")
+        return [text for text in found if isinstance(text, str)] if isinstance(found, list) else []
+
+    @property
+    def experiment(self) -> str | None:
+        return experiment_of(self.overrides)
 
     @property
     def seed(self) -> object:
@@ -110,6 +121,8 @@ class Comparison:
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
     warmup: int | None
+    implied: tuple[str, ...] = ()
+    """Differing fields without a column of their own, because the experiment of a row says them."""
 
     @property
     def baseline(self) -> Row | None:
@@ -144,12 +157,15 @@ def compare(
     by = [token.strip() for token in by if token.strip()]
     differing = _differing(known)
     merged = set() if each else _merged_seeds(differing, by)
-    columns, hidden = _columns(differing, known, by, merged)
+    implied = [] if by else _implied([n for n in differing if n not in merged], members)
+    columns, hidden = _columns([n for n in differing if n not in implied], known, by, merged)
+    if not by and len({m.experiment for m in members}) > 1:
+        columns.insert(0, Column(EXPERIMENT, (EXPERIMENT,)))
     quantities = _quantities(members, metrics)
     shown = [name for column in columns for name in column.fields]
-    rows = _labelled(_grouped(members, merged, each), shown)
+    rows = _labelled(_grouped(members, merged, each), [*shown, *implied])
     rows = [replace(row, estimates=_estimates(row, quantities, warmup)) for row in rows]
-    index = _baseline(rows, shown, set(baseline))
+    index = _baseline(rows, [*shown, *implied], set(baseline))
     base = rows[index]
     rows = [replace(row, baseline=i == index) for i, row in enumerate(rows)]
     for q in quantities:
@@ -159,7 +175,12 @@ def compare(
         for row in rows:
             row.verdicts[q.key] = None if row.baseline else _verdict(q, row, base, questions)
     notes = _notes(rows, base, quantities, merged, hidden, differing)
-    return Comparison(title, tuple(columns), tuple(quantities), tuple(rows), tuple(notes), warmup)
+    if implied:
+        names = dict.fromkeys(name.split(".")[0] for name in implied)
+        notes.insert(0, f"experiment stands for what its file sets; --by {','.join(names)} shows it.")
+    return Comparison(
+        title, tuple(columns), tuple(quantities), tuple(rows), tuple(notes), warmup, tuple(implied)
+    )
 
 
 def compare_sweep(runs_dir: str | Path, sweep: str | None = None, **options: Any) -> Comparison:
@@ -270,6 +291,9 @@ def _labelled(groups: Sequence[list[Member]], shown: Sequence[str]) -> list[Row]
             label = found if unique else f"{found}{tail}"
         values = group[0].fields
         known = {n: None if values is None else values.get(n, off.get(n)) for n in shown}
+        if EXPERIMENT in known:
+            named = dict.fromkeys(m.experiment for m in group if m.experiment is not None)
+            known[EXPERIMENT] = ", ".join(named) or None
         rows.append(Row(label, tuple(group), known))
     seen = Counter(row.label for row in rows)
     return [replace(r, label=r.members[0].entry.name) if seen[r.label] > 1 else r for r in rows]
@@ -291,6 +315,7 @@ def _columns(
         return _all_columns(shown), []
     every = list(dict.fromkeys(name for m in members for name in m.fields or {}))
     every += [name for name in _off_values() if name not in every]
+    every += [EXPERIMENT] if any(m.experiment for m in members) else []
     columns: list[Column] = []
     for token in dict.fromkeys(by):
         fitting = [n for n in every if _names(n, token)] or [n for n in every if n.endswith(f".{token}")]
@@ -304,6 +329,23 @@ def _columns(
             columns.append(Column(fitting[0] if len(fitting) == 1 else token, tuple(fitting)))
     named = {n for column in columns for n in column.fields}
     return columns, [n for n in shown if n not in named]
+
+
+def _implied(differing: Sequence[str], members: Sequence[Member]) -> list[str]:
+    """Differing fields that are told by the experiments: the same in all runs of one, and typed for none."""
+    if not all(m.experiment for m in members):
+        return []
+    found: list[str] = []
+    for name in differing:
+        values: dict[str | None, set[str]] = {}
+        for m in members:
+            if m.fields is not None:
+                value = json.dumps(m.fields.get(name), default=str)
+                values.setdefault(m.experiment, set()).add(value)
+        told = all(len(of_one) == 1 for of_one in values.values())
+        if told and name not in (CLUSTER, CODE, DATA) and not any(typed(name, m.overrides) for m in members):
+            found.append(name)
+    return found
 
 
 def _no_field(token: str, fitting: Sequence[str], every: Sequence[str]) -> str:

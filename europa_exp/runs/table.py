@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from europa_exp.config.experiment import EXPERIMENT
 from europa_exp.runs.compare import Column, Comparison, Row
 from europa_exp.runs.quantities import Quantity
 from europa_exp.runs.statistics import Estimate, Verdict
@@ -117,6 +118,8 @@ def column_text(column: Column, row: Row, base: Row | None) -> str:
     """One cell of what differs. A column of several fields tells those that differ from the baseline, as far as they fit."""
     if row.members[0].fields is None:
         return "?"
+    if column.fields == (EXPERIMENT,):
+        return row.fields[EXPERIMENT] or ABSENT
     if len(column.fields) == 1:
         return field_text(row.fields[column.fields[0]])
     other = {} if base is None or base.members[0].fields is None else base.fields
@@ -288,11 +291,16 @@ def as_data(comparison: Comparison) -> dict[str, Any]:
         "title": comparison.title,
         "baseline": base.label if base else None,
         "warmup": comparison.warmup,
-        "fields": [name for column in comparison.columns for name in column.fields],
+        "fields": _field_names(comparison),
         "metrics": [q.key for q in comparison.quantities],
         "rows": [_row_data(row, comparison.quantities) for row in comparison.rows],
         "notes": list(comparison.notes),
     }
+
+
+def _field_names(comparison: Comparison) -> list[str]:
+    """All that differs, also where the table lets the experiment say it."""
+    return [*(name for column in comparison.columns for name in column.fields), *comparison.implied]
 
 
 def _row_data(row: Row, quantities: Sequence[Quantity]) -> dict[str, Any]:
@@ -344,7 +352,7 @@ def _json(value: float | None) -> float | str | None:
 
 
 def _csv(comparison: Comparison) -> str:
-    names = [name for column in comparison.columns for name in column.fields]
+    names = _field_names(comparison)
     header = ["label", "baseline", "n", "state", "runs", *names]
     parts = ("", ":spread", ":difference_percent", ":noise_percent", ":verdict")
     for q in comparison.quantities:

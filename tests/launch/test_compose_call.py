@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -435,3 +436,20 @@ def test_a_number_is_no_boolean(arguments, submitted):
     assert result.code == 2
     assert result.err.count("must be true or false") == 1
     assert submitted == []
+
+
+def test_an_experiment_leads_names_and_what_differs():
+    rungs = ["ladder/10_node_local_reshard", "ladder/12_stream_pools"]
+    out = call("-m", f"experiment={','.join(rungs)}", "training.steps=3,4", "launch.preview=true").out
+    rows = out.splitlines()[1:5]
+    for i, row in enumerate(rows):
+        name, digest, first = row.split()[:3]
+        assert name == f"{rungs[i // 2].split('/')[1]}-steps={3 + i % 2}-{digest}"
+        assert first == f"experiment={rungs[i // 2]}"
+        assert len(row) < 60 + 22 + 120
+    (common,) = [line for line in out.splitlines() if line.startswith("all: ")]
+    assert len(common) <= len("all: ") + 120
+    one = call("experiment=ladder/13_nccl_ctas", "launch.preview=true").out.splitlines()[1]
+    assert one.split()[0] == f"13_nccl_ctas-{one.split()[1]}"
+    assert " experiment=ladder/13_nccl_ctas " in one
+    assert re.search(r" and \d+ more ", one)

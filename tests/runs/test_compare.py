@@ -220,6 +220,39 @@ def test_many_fields_of_a_group_share_a_column(tmp_path: Path) -> None:
     assert "as baseline" in text
 
 
+def test_points_chosen_by_experiment_are_told_apart_by_it(tmp_path: Path) -> None:
+    rungs = ["ladder/08_fp8_gather", "ladder/09_bf16_all_to_all", "ladder/10_node_local_reshard"]
+    for seed, rung in enumerate([*rungs, "ladder/11_norm_in_backward", "ladder/13_nccl_ctas"]):
+        log_steps(record(tmp_path, f"experiment={rung}"), seed=seed)
+    found = compare(runs_of(tmp_path))
+    assert [c.title for c in found.columns] == ["experiment"]
+    assert found.baseline is not None
+    assert found.baseline.fields["experiment"] == rungs[0]
+    for text in (render(found), render(found, width=100)):
+        assert all(rung in text for rung in rungs)
+        assert "gradient_reduce" not in text
+        assert "; --by comm,nccl,allocator,optimizer shows it." in " ".join(text.split())
+    # Programs get the fields, too.
+    assert "comm.node_local_reshard" in json.loads(render(found, "json"))["fields"]
+    assert "comm.node_local_reshard" in render(found, "csv").split("\n")[0]
+    by = compare(runs_of(tmp_path), by=["comm"])
+    assert [c.title for c in by.columns] == ["comm"]
+    assert [c.title for c in compare(runs_of(tmp_path), by=["experiment"]).columns] == ["experiment"]
+
+
+def test_beside_the_experiment_stands_what_it_does_not_tell(tmp_path: Path) -> None:
+    for rung in ("ladder/08_fp8_gather", "ladder/09_bf16_all_to_all"):
+        for ctas in (8, 16):
+            log_steps(record(tmp_path, f"experiment={rung}", f"nccl.max_ctas={ctas}"))
+    assert [c.title for c in compare(runs_of(tmp_path)).columns] == ["experiment", "max_ctas"]
+    # A run without an experiment is told by its fields.
+    log_steps(record(tmp_path, "comm=fp8"))
+    found = compare(runs_of(tmp_path))
+    assert found.columns[0].title == "experiment"
+    assert {"comm.expert_all_gather", "comm.gradient_reduce"} & {n for c in found.columns for n in c.fields}
+    assert found.rows[-1].fields["experiment"] is None
+
+
 # ------------------------------------------------------------------------------------------------------------ text
 
 

@@ -5,7 +5,7 @@
 #SBATCH --cpus-per-task=72
 #SBATCH --error=<runs>/.submitit/JOB/%j_0_log.err
 #SBATCH --gres=gpu:4
-#SBATCH --job-name=flavor=europa_1t-nodes=96-gpus_per_node=4-data_parallel_shard_degree=384-plus33-8a65706961e0
+#SBATCH --job-name=europa_1t-8a65706961e0
 #SBATCH --mail-type=END,FAIL
 #SBATCH --mail-user=me@example.org
 #SBATCH --nodes=96
