@@ -329,13 +329,17 @@ def test_a_chain_continues_where_slurm_may_not_requeue(slurm, tmp_path):
     for name in states(runs_dir):
         status = RunFolder(runs_dir / name).status()
         assert [a["job_id"] for a in status.extra["attempts"]] == status.extra["job_ids"]
-    # A chain whose first job was a success leaves the queue without having run.
-    exit_code, out = submit(slurm, tmp_path / "other", "dispatch_targets:count_starts", configs(1, *chained))
+    # A chain whose first job was a success leaves the queue without having run, and the array behind it starts.
+    turns = ("launch.throttle=2", "launch.max_array_size=2")
+    exit_code, out = submit(
+        slurm, tmp_path / "other", "dispatch_targets:count_starts", configs(3, *chained, *turns)
+    )
     assert exit_code == 0, out
-    [run] = (RunFolder(p) for p in (tmp_path / "other").glob("run*"))
+    assert "its 2 arrays run in 2 turns" in out
     until(lambda: not slurm.queue(), 30, slurm.queue)
-    assert len((run.path / "starts").read_text().splitlines()) == 1
-    assert len(run.status().extra["job_ids"]) == 2
+    for run in (RunFolder(p) for p in (tmp_path / "other").glob("run*")):
+        assert len((run.path / "starts").read_text().splitlines()) == 1
+        assert len(run.status().extra["job_ids"]) == 2
 
 
 def test_two_calls_at_once_do_not_double(slurm, tmp_path, code):
