@@ -90,7 +90,7 @@ def test_the_ladder_can_be_seen_at_its_published_size_as_its_file_says():
     assert (result.code, result.err) == (0, "")
     rows = [line for line in result.out.splitlines() if re.match(r"\d\d_\w+-flavor=europa_1t", line)]
     assert [line.split()[-4:] for line in rows] == [["384", "1", "96", "96"]] * 8
-    assert "training.seq_len=8192" in result.out
+    assert "768 node-hours" in result.out
 
 
 def test_europa_1t_is_composed_and_checked_for_its_machine():
