@@ -26,20 +26,6 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture
-def submitted(monkeypatch):
-    calls = []
-
-    def submit(points, launch, *, sweep, command):
-        calls.append(list(points))
-        return 0
-
-    import europa_exp.launch.submit as module
-
-    monkeypatch.setattr(module, "submit", submit)
-    return calls
-
-
 def recorded(*overrides: str, change=None, runs_dir: str = "runs") -> RunFolder:
     """A run folder as submitting makes it."""
     (point,) = plan(*overrides).points

@@ -23,20 +23,6 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture
-def submitted(monkeypatch):
-    calls = []
-
-    def submit(points, launch, *, sweep, command):
-        calls.append(list(points))
-        return 0
-
-    import europa_exp.launch.submit as module
-
-    monkeypatch.setattr(module, "submit", submit)
-    return calls
-
-
 def ended(runs: Path, *overrides: str, name: str = NAME, state: str = "cancelled") -> RunFolder:
     """A run that ended early, with whole checkpoints of steps 4 and 12 and a cut one of step 14."""
     run = make_run(runs, config("training.checkpoint_every=2"), name=name, overrides=list(overrides))
