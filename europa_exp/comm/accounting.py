@@ -30,9 +30,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 
-from .collective_timer import CollectiveTimer, TimedWork, cuda_event
-from .fsdp_groups import Group, add_all_reduce_hook, groups, set_all_gather, set_reduce_scatter
+from .collective_timer import CollectiveTimer, cuda_event
+from .fsdp_groups import Group, add_all_reduce_hook, chain, groups, set_all_gather, set_reduce_scatter
 from .traffic import TOKENS, Collective, Kind, Tally, Traffic, group_name, step_metrics
+from .work import FinishingWork
 
 __all__ = ["Collective", "CollectiveCounter", "Kind", "Traffic", "step_metrics"]
 
@@ -123,7 +124,7 @@ class _CountedAllGather(_Counted, AllGather):
         if timer is None:
             return work
         if isinstance(work, dist.Work):
-            return TimedWork(work, partial(timer.stop, kind, start))
+            return FinishingWork(work, partial(timer.stop, kind, start))
         timer.stop(kind, start)
         return None
 
@@ -186,14 +187,11 @@ class _CountedReduceScatter(_Counted, ReduceScatter):
 
 def _wrap_innermost(comm: Comm, wrap: Any, set_outermost: Any) -> None:
     """Put `wrap(innermost)` in the place of the innermost of a chain of communication objects."""
-    outer: Any = None
-    leaf: Any = comm
-    while hasattr(leaf, "inner"):
-        outer, leaf = leaf, leaf.inner
-    if outer is None:
-        set_outermost(wrap(leaf))
+    *outer, leaf = chain(comm)
+    if outer:
+        outer[-1].inner = wrap(leaf)
     else:
-        outer.inner = wrap(leaf)
+        set_outermost(wrap(leaf))
 
 
 def _count_tokens(dispatcher: Any, counter: CollectiveCounter) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from .fsdp_groups import Group, groups, set_reduce_dtype, set_reduce_scatter
+from .fsdp_groups import Group, chain, groups, set_reduce_dtype, set_reduce_scatter
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def apply_bf16_all_to_all(
     for group in changing:
         _check(group)
     for group in changing:
-        if isinstance(_innermost(group.reduce_scatter), BF16AllToAll):
+        if isinstance(chain(group.reduce_scatter)[-1], BF16AllToAll):
             continue
         set_reduce_dtype(group, torch.bfloat16)
         set_reduce_scatter(group, BF16AllToAll(group, receive_on_compute_stream=receive_on_compute_stream))
@@ -169,9 +169,3 @@ def _modules_inside(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:
             f"comm.gradient_reduce: bf16_all_to_all is to leave out {', '.join(unknown)}, and the model has no such module"
         )
     return {inside for name in names for inside in modules[name].modules()}
-
-
-def _innermost(comm: ReduceScatter) -> ReduceScatter:
-    while hasattr(comm, "inner"):
-        comm = comm.inner
-    return comm

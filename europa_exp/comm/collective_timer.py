@@ -12,11 +12,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable
-from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -65,25 +63,3 @@ class CollectiveTimer(Generic[Key]):
     def _read(self, key: Key, start: Any, end: Any) -> None:
         self._seconds[key] = self._seconds.get(key, 0.0) + start.elapsed_time(end) / 1000
         self._free += (start, end)
-
-
-class TimedWork(dist.Work):
-    """A collective in flight that calls `stop` as soon as a stream waits for it.
-
-    It must be a real `dist.Work`: FSDP does not wait for anything else.
-    """
-
-    def __init__(self, work: dist.Work, stop: Callable[[], None]) -> None:
-        super().__init__()
-        self._work = work
-        self._stop: Callable[[], None] | None = stop
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        done = self._work.wait() if timeout is None else self._work.wait(timeout)
-        if self._stop is not None:
-            stop, self._stop = self._stop, None
-            stop()
-        return done

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import lru_cache
 from itertools import groupby
 
@@ -26,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from .fp8_quant import BLOCK, DTYPES, SCALE_BYTES, block_count, dequantise_into, quantise_into
 from .fsdp_groups import EXPERT_PARAMETERS, Group, Segment, groups, set_all_gather
+from .work import FinishingWork
 
 logger = logging.getLogger(__name__)
 
@@ -117,35 +117,9 @@ class FP8AllGather(AllGather):
             layout.unpack(messages, output_tensor.view(ranks, -1))
 
         if isinstance(work, dist.Work):
-            return _GatheredWork(work, dequantise)
+            return FinishingWork(work, dequantise)
         dequantise()
         return None
-
-
-class _GatheredWork(dist.Work):
-    """A gather in flight whose wait also dequantises.
-
-    It must be a real `dist.Work`: FSDP silently does not wait for anything else, and would compute with garbage.
-    """
-
-    def __init__(self, work: dist.Work, finish: Callable[[], None]) -> None:
-        super().__init__()
-        self._work: dist.Work | None = work
-        self._finish: Callable[[], None] | None = finish
-
-    def is_completed(self) -> bool:
-        return self._work is None
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if self._work is not None and self._finish is not None:
-            if timeout is None:
-                self._work.wait()
-            else:
-                self._work.wait(timeout)
-            with torch.no_grad():
-                self._finish()
-            self._work = self._finish = None  # frees the message buffer
-        return True
 
 
 @dataclass(frozen=True)

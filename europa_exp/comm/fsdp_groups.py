@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
@@ -241,6 +241,14 @@ def set_reduce_dtype(group: Group, dtype: torch.dtype) -> None:
     group.fsdp.mp_policy = replace(group.fsdp.mp_policy, reduce_dtype=dtype)
     if hasattr(group.fsdp, "_reduce_dtype"):  # read already
         group.fsdp._init_mp_dtypes()
+
+
+def chain(comm: Comm) -> list[Any]:
+    """A communication object and those that it keeps in `inner`, one in the other; the last one calls torch.distributed."""
+    found: list[Any] = [comm]
+    while hasattr(found[-1], "inner"):
+        found.append(found[-1].inner)
+    return found
 
 
 def _only_group(group: Group) -> bool:
