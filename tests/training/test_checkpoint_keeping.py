@@ -97,11 +97,11 @@ def as_the_rule_says(step: int, place: Path, manager: KeepingCheckpointManager) 
     if step == 1:
         write_last_file = FileSystemWriter.finish
 
-        def slowly(*args: Any, **kwargs: Any) -> None:
+        def slowly(writer: FileSystemWriter, *args: Any, **kwargs: Any) -> None:
             # Longer than the steps in between, as where checkpoints are large; the third as long as this test looks at it.
             time.sleep(0.1)
-            assert manager._writing != 3 or LOOKED_AT.wait(60)
-            write_last_file(*args, **kwargs)
+            assert Path(writer.path).name != "step-3" or LOOKED_AT.wait(60)
+            write_last_file(writer, *args, **kwargs)
 
         FileSystemWriter.finish = slowly
     if step == 3:
