@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-from europa_exp.comm.fp8_quant import block_count, dequantise_into, quantise_into, wire_bytes
+from europa_exp.comm.fp8_format import block_count, wire_bytes
+from europa_exp.comm.fp8_quant import dequantise_into, quantise_into
 
 
 def seconds(run: Callable[[], object], device: str, repeats: int) -> float:

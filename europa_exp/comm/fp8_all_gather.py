@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
-from .fp8_quant import BLOCK, DTYPES, SCALE_BYTES, block_count, dequantise_into, quantise_into
+from .fp8_format import BLOCK, DTYPES, SCALE_BYTES, block_count
+from .fp8_quant import dequantise_into, quantise_into
 from .fsdp_groups import EXPERT_PARAMETERS, Group, Segment, groups, set_all_gather
 from .work import FinishingWork
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fp8_quant import BLOCK, INVERSE_MAX
+from .fp8_format import BLOCK, INVERSE_MAX
 
 BLOCKS_PER_PROGRAM = 16
 

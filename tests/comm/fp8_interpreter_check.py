@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from europa_exp.comm import fp8_quant, fp8_triton
+from europa_exp.comm import fp8_format, fp8_quant, fp8_triton
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 torch.manual_seed(0)
@@ -17,7 +17,7 @@ def bits(tensor):
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
-def compare(values, dtypes=fp8_quant.DTYPES):
+def compare(values, dtypes=fp8_format.DTYPES):
     """Both pairs on `values` [rows, numel]: codes, scales, and values in each of `dtypes`."""
     rows, numel = values.shape
     results = []
@@ -26,7 +26,7 @@ def compare(values, dtypes=fp8_quant.DTYPES):
         (fp8_triton.quantise_triton, fp8_triton.dequantise_triton, DEVICE),
     ):
         codes = torch.full((rows, numel), 0xAA, dtype=torch.uint8, device=device)
-        scales = torch.full((rows, fp8_quant.block_count(numel)), -1.0, device=device)
+        scales = torch.full((rows, fp8_format.block_count(numel)), -1.0, device=device)
         quantise(values.to(device), codes, scales)
         outputs = [torch.empty(rows, numel, dtype=dtype, device=device) for dtype in dtypes]
         for output in outputs:
@@ -75,7 +75,7 @@ compare(every[torch.randperm(every.numel())].view(1, -1))
 
 # 4. Random values of random magnitudes, rows, and lengths that are no multiple of 128 (strided rows as in a message).
 for rows, numel in ((1, 1), (1, 127), (3, 129), (2, 4096), (4, 5000)):
-    for dtype in fp8_quant.DTYPES:
+    for dtype in fp8_format.DTYPES:
         wide = torch.randn(rows, numel + 24) * torch.exp(torch.empty(rows, numel + 24).uniform_(-80, 80))
         compare(wide.to(dtype)[:, 8 : 8 + numel])
         compare(torch.randn(rows, numel).to(dtype))
@@ -98,11 +98,11 @@ for value in extremes:
 every_code = torch.arange(256, dtype=torch.uint8)
 every_code = every_code[(every_code & 0x7F) != 0x7F].repeat(128)[None]
 scales = (
-    torch.randint(0, 0x7F800000, (1, fp8_quant.block_count(every_code.numel())))
+    torch.randint(0, 0x7F800000, (1, fp8_format.block_count(every_code.numel())))
     .to(torch.int32)
     .view(torch.float32)
 )
-for dtype in fp8_quant.DTYPES:
+for dtype in fp8_format.DTYPES:
     eager = torch.empty(every_code.shape, dtype=dtype)
     kernel = torch.empty(every_code.shape, dtype=dtype, device=DEVICE)
     fp8_quant.dequantise_eager(every_code, scales, eager)

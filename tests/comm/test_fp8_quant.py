@@ -10,16 +10,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from europa_exp.comm.fp8_quant import (
-    BLOCK,
-    ERROR_BOUND_BF16,
-    ERROR_BOUND_FP32,
-    block_count,
-    dequantise,
-    quantise,
-    quantise_into,
-    wire_bytes,
-)
+from europa_exp.comm.fp8_format import BLOCK, ERROR_BOUND_BF16, ERROR_BOUND_FP32, block_count, wire_bytes
+from europa_exp.comm.fp8_quant import dequantise, quantise, quantise_into
 
 FP32_ROUNDING = 2.0**-22  # of the block's maximum: a few fp32 roundings
 BF16_LARGEST = torch.finfo(torch.bfloat16).max
