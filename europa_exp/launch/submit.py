@@ -195,7 +195,7 @@ def _without_done(
     points: Sequence[Point], launch: schema.Launch, code: CodeState, fingerprints: Sequence[str | None]
 ) -> tuple[list[tuple[Point, str | None]], list[RunFolder]]:
     """The points that are still to run, and the runs that stand for the others; says which are skipped, and for which run."""
-    from europa_exp.runs.skip import all_completed_twins
+    from europa_exp.runs.skip import completed_twins
 
     asked = zip(points, fingerprints, strict=True)
     wanted = {
@@ -203,7 +203,7 @@ def _without_done(
         for p, data in asked
         if not (launch.force or p.force)
     }
-    left = all_completed_twins(launch.runs_dir, wanted) if wanted else {}
+    left = completed_twins(launch.runs_dir, wanted) if wanted else {}
     todo: list[tuple[Point, str | None]] = []
     done: list[RunFolder] = []
     for point, fingerprint in zip(points, fingerprints, strict=True):

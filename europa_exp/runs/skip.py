@@ -15,27 +15,13 @@ _IDENTITY = re.compile(rb'"identity":\s*"([^"]*)"')
 
 
 def completed_twins(
-    runs_dir: str | os.PathLike[str],
-    identity: str,
-    code_fingerprint: str,
-    data_fingerprint: str | None,
-    cluster_name: str,
-) -> list[RunFolder]:
-    """The completed runs with the same configuration, code, data and cluster, the oldest first.
-
-    With ``launch.repeat=N`` a point needs ``N - len(...)`` more runs. Reads two small files a run and makes no guess: a run
-    whose record is missing or broken is no twin.
-    """
-    wanted = {identity: (code_fingerprint, data_fingerprint, cluster_name)}
-    return all_completed_twins(runs_dir, wanted)[identity]
-
-
-def all_completed_twins(
     runs_dir: str | os.PathLike[str], wanted: Mapping[str, tuple[str, str | None, str]]
 ) -> dict[str, list[RunFolder]]:
-    """``completed_twins`` of many points at once, each record read once: identity -> runs, the oldest first.
+    """The completed runs with the same configuration, code, data and cluster: identity -> runs, the oldest first.
 
-    ``wanted`` maps the identity to the fingerprints of code and data and the name of the cluster.
+    ``wanted`` maps the identity to the fingerprints of code and data and the name of the cluster. With ``launch.repeat=N`` a
+    point needs ``N - len(...)`` more runs. Reads two small files a run, each once, and makes no guess: a run whose record is
+    missing or broken is no twin.
     """
     twins: dict[str, list[tuple[str, RunFolder]]] = {identity: [] for identity in wanted}
     identities = {identity.encode() for identity in wanted}
@@ -55,18 +41,6 @@ def all_completed_twins(
         identity: [run for _, run in sorted(found, key=lambda twin: (twin[0], twin[1].name))]
         for identity, found in twins.items()
     }
-
-
-def completed_twin(
-    runs_dir: str | os.PathLike[str],
-    identity: str,
-    code_fingerprint: str,
-    data_fingerprint: str | None,
-    cluster_name: str,
-) -> RunFolder | None:
-    """The newest completed run with the same configuration, code, data and cluster, or None."""
-    twins = completed_twins(runs_dir, identity, code_fingerprint, data_fingerprint, cluster_name)
-    return twins[-1] if twins else None
 
 
 def is_of(provenance: bytes, identities: Collection[bytes]) -> bool:

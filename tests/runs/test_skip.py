@@ -7,7 +7,7 @@ from making import CODE, config, make_run
 
 from europa_exp.runs.code import CodeState
 from europa_exp.runs.folder import RunFolder
-from europa_exp.runs.skip import completed_twin, completed_twins, is_of
+from europa_exp.runs.skip import completed_twins, is_of
 
 ID = "0123456789ab"
 
@@ -19,20 +19,18 @@ def done(runs: Path, **fields: object) -> RunFolder:
 
 
 def twins(runs: Path) -> list[RunFolder]:
-    return completed_twins(runs, ID, CODE.fingerprint, "data-1", "local")
+    return completed_twins(runs, {ID: (CODE.fingerprint, "data-1", "local")})[ID]
 
 
 def test_completed_runs_of_the_same_point_are_twins_the_oldest_first(tmp_path: Path) -> None:
     made = [done(tmp_path) for _ in range(3)]
     assert twins(tmp_path) == made
-    assert completed_twin(tmp_path, ID, CODE.fingerprint, "data-1", "local") == made[-1]
 
 
 @pytest.mark.parametrize("state", ["created", "queued", "running", "failed", "cancelled"])
 def test_only_completed_runs_count(tmp_path: Path, state: str) -> None:
     make_run(tmp_path).set_state(state)
     assert twins(tmp_path) == []
-    assert completed_twin(tmp_path, ID, CODE.fingerprint, "data-1", "local") is None
 
 
 @pytest.mark.parametrize(
