@@ -20,7 +20,7 @@ from typing import Any
 from europa_exp.config.experiment import EXPERIMENT, experiment_of, typed
 from europa_exp.runs import statistics
 from europa_exp.runs.folder import RunFolder
-from europa_exp.runs.lookup import Entry, brief, find_sweep
+from europa_exp.runs.lookup import Entry, brief
 from europa_exp.runs.quantities import DEFAULT, QUANTITIES, Quantity, Value, quantity
 from europa_exp.runs.statistics import ALPHA, Estimate, Verdict
 
@@ -181,12 +181,6 @@ def compare(
     return Comparison(
         title, tuple(columns), tuple(quantities), tuple(rows), tuple(notes), warmup, tuple(implied)
     )
-
-
-def compare_sweep(runs_dir: str | Path, sweep: str | None = None, **options: Any) -> Comparison:
-    """``compare`` for the runs of a sweep (None: the latest). Raises LookupFailed and CompareError."""
-    name, runs = find_sweep(runs_dir, sweep)
-    return compare(runs, **{"title": f"sweep {name}", **options})
 
 
 # ------------------------------------------------------------------------------------------------------- reading

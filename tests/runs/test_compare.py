@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from recorded import CODE, log_steps, record
 
-from europa_exp.runs.compare import CompareError, Comparison, Row, compare, compare_sweep
+from europa_exp.runs.compare import CompareError, Comparison, Row, compare
 from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.lookup import entries
 from europa_exp.runs.table import render
@@ -40,7 +40,7 @@ def row(found: Comparison, **fields: object) -> Row:
 
 
 def test_the_sweep_side_by_side(six: Path) -> None:
-    found = compare_sweep(six)
+    found = compare(runs_of(six), title="sweep comm_nccl")
     assert found.title == "sweep comm_nccl"
     assert [c.fields for c in found.columns] == [("comm.expert_all_gather",), ("nccl.max_ctas",)]
     assert len(found.rows) == 6
@@ -258,7 +258,7 @@ def test_beside_the_experiment_stands_what_it_does_not_tell(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_table_fits_the_terminal_and_loses_nothing(six: Path, width: int) -> None:
-    found = compare_sweep(six)
+    found = compare(runs_of(six))
     text = render(found, width=width)
     assert max(len(line) for line in text.split("\n")) <= width
     for q in found.quantities:
@@ -271,7 +271,7 @@ def test_table_fits_the_terminal_and_loses_nothing(six: Path, width: int) -> Non
 
 
 def test_plain_table_has_a_line_a_run(six: Path) -> None:
-    found = compare_sweep(six)
+    found = compare(runs_of(six))
     lines = render(found).split("\n")
     assert sum(line.startswith(tuple(r.label for r in found.rows)) for line in lines) == 6
     base = found.baseline
@@ -281,7 +281,7 @@ def test_plain_table_has_a_line_a_run(six: Path) -> None:
 
 
 def test_markdown_is_a_table(six: Path) -> None:
-    lines = render(compare_sweep(six), "markdown").split("\n")
+    lines = render(compare(runs_of(six)), "markdown").split("\n")
     table = [line for line in lines if line.startswith("|")]
     bars = [line.replace("\\|", "").count("|") for line in table]
     assert len(table) == 8
@@ -300,7 +300,7 @@ def test_markdown_escapes_values(tmp_path: Path) -> None:
 
 
 def test_csv_and_json_have_every_digit(six: Path) -> None:
-    found = compare_sweep(six)
+    found = compare(runs_of(six))
     rows = list(csv.DictReader(io.StringIO(render(found, "csv"))))
     data = json.loads(render(found, "json"))
     assert len(rows) == len(data["rows"]) == 6
@@ -332,4 +332,4 @@ def test_loss_that_is_not_finite_stays_valid_json(tmp_path: Path) -> None:
 
 def test_an_unknown_format_is_refused(six: Path) -> None:
     with pytest.raises(ValueError, match="table, markdown, csv, json"):
-        render(compare_sweep(six), "xml")
+        render(compare(runs_of(six)), "xml")
