@@ -163,7 +163,7 @@ class _Text:
         except ValueError:
             self.name = str(path)
         self.lines: list[str] = []
-        self._offset = 0
+        self._offset = self._skipped = 0
         try:
             with open(path, "rb") as file:
                 end = file.seek(0, 2)
@@ -181,8 +181,9 @@ class _Text:
         if last_attempt:
             begins = [i for i, line in enumerate(self.lines) if line.startswith(_ATTEMPT)]
             if begins:
-                self._offset += sum(len(line.encode()) + 1 for line in self.lines[: begins[-1]])
-                self.lines = self.lines[begins[-1] :]
+                # Not in bytes: what is no text has grown by its replacement.
+                self._skipped = begins[-1]
+                self.lines = self.lines[self._skipped :]
 
     def find(self, pattern: re.Pattern[str]) -> int | None:
         """Index of the last line that fits: what is said last, the end was about."""
@@ -202,7 +203,7 @@ class _Text:
         return self.evidence(kept[-count:][0], after=count - 1) if kept else None
 
     def _line_number(self, index: int) -> int:
-        number = 1 + index
+        number = 1 + self._skipped + index
         if self._offset:
             with open(self.path, "rb") as file:
                 left = self._offset

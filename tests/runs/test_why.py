@@ -504,3 +504,11 @@ def test_huge_and_binary_logs_are_bounded_and_numbered(tmp_path: Path) -> None:
     assert found.evidence[0].place == f"logs/rank_1.log:{lines + 3 - 4}"
     assert all(len(line) <= 400 for line in found.evidence[0].lines)
     assert run.status().state is State.failed
+
+
+def test_bytes_of_an_earlier_attempt_that_are_no_text_move_no_line_number(tmp_path: Path) -> None:
+    run = failed(tmp_path)
+    run.log(1).write_bytes(b"======== first\n" + b"\xff" * 3000 + b"\n======== second\nValueError: bad\n")
+    run.note(error={"rank": 1, "type": "ValueError", "message": "bad", "traceback": ""})
+    proved = explain(run).evidence[0]
+    assert (proved.place, proved.lines) == ("logs/rank_1.log:3", ("======== second", "ValueError: bad"))
