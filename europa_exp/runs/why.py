@@ -17,6 +17,7 @@ from typing import Any
 
 from europa_exp.runs import checkpoints, symptoms
 from europa_exp.runs.attempts import attempts_of
+from europa_exp.runs.files import read_lines
 from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.log_files import ranks, spans
 from europa_exp.runs.slurm_record import SlurmState
@@ -586,16 +587,11 @@ def _is_arm(case: _Case) -> bool:
 def _least_memory(case: _Case) -> list[Evidence]:
     """What the ranks found free at their start, the least first."""
     rows = []
-    try:
-        text = (case.run.path / "logs" / "host_memory.jsonl").read_text(errors="replace")
-    except OSError:
-        return []
     start = case.attempts[-1].get("start") if case.attempts else None
-    for line in text.splitlines():
+    for row in read_lines(case.run.path / "logs" / "host_memory.jsonl"):
+        if start is not None and row.get("start") not in (None, start):
+            continue
         try:
-            row = json.loads(line)
-            if start is not None and row.get("start") not in (None, start):
-                continue
             rows.append((float(row["free"]) + float(row["reclaimable"]), row))
         except (ValueError, KeyError, TypeError):
             continue

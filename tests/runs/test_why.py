@@ -512,3 +512,14 @@ def test_bytes_of_an_earlier_attempt_that_are_no_text_move_no_line_number(tmp_pa
     run.note(error={"rank": 1, "type": "ValueError", "message": "bad", "traceback": ""})
     proved = explain(run).evidence[0]
     assert (proved.place, proved.lines) == ("logs/rank_1.log:3", ("======== second", "ValueError: bad"))
+
+
+def test_odd_lines_of_memory_reports_are_left_out(tmp_path: Path) -> None:
+    run = failed(tmp_path)
+    message = "rank 1 was killed by signal 11 (SIGSEGV); see logs/rank_1.log"
+    run.note(error={"rank": 1, "type": "Killed", "message": message, "traceback": ""})
+    line = {"start": "7.0", "rank": 1, "node": "n1", "free": 3.0, "reclaimable": 0.5}
+    odd = ["7", "[1, 2]", '"x"', "null", '{"free": 1', json.dumps(line | {"free": None}), "\x00"]
+    reports = run.path / "logs" / "host_memory.jsonl"
+    reports.write_text("\n".join([*odd, json.dumps(line), ""]))
+    assert "rank 1 on n1: 3.5 GiB free or reclaimable" in proof(explain(run))
