@@ -82,7 +82,7 @@ class _Case:
     nodes: list[str] = field(default_factory=list)
     attempts: list[dict[str, Any]] = field(default_factory=list)
     errors: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Rank -> error record of the last attempt."""
+    """Rank -> error record of the last attempt, in the order of ranks."""
 
     def node(self, rank: int | None) -> str | None:
         if rank is None:
@@ -142,7 +142,8 @@ def _gather(run: RunFolder, state: str | None, slurm: SlurmState | None, job_log
 
         case.nodes = node_names(slurm.nodes)
     start = last.get("start")
-    for path in sorted((run.path / "logs").glob("rank_*.error.json")):
+    errors = {}
+    for path in (run.path / "logs").glob("rank_*.error.json"):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
             rank = int(record["rank"])
@@ -150,7 +151,8 @@ def _gather(run: RunFolder, state: str | None, slurm: SlurmState | None, job_log
             continue
         # A record without a start is from a run of this machine, where each attempt removes the old ones.
         if start is None or record.get("start") in (None, start):
-            case.errors[rank] = record
+            errors[rank] = record
+    case.errors = dict(sorted(errors.items()))
     return case
 
 
@@ -826,17 +828,17 @@ def _preempted(case: _Case) -> Explanation:
 
 
 def _memory_floor(case: _Case) -> Explanation:
-    records = [r for r in case.errors.values() if r.get("type") == "MemoryFloorError"]
-    nodes = sorted({str(r.get("node")) for r in records if r.get("node")})
-    rank = records[0].get("rank") if records else None
-    lines = [_short(str(r.get("message")).partition("\n")[0]) for r in records[:4]]
+    records = {rank: r for rank, r in case.errors.items() if r.get("type") == "MemoryFloorError"}
+    nodes = sorted({str(r.get("node")) for r in records.values() if r.get("node")})
+    rank = next(iter(records), None)
+    lines = [_short(str(r.get("message")).partition("\n")[0]) for r in records.values()][:4]
     evidence = [Evidence("logs/rank_*.error.json", tuple(lines))] if lines else _recorded(case)
     return Explanation(
         Cause.memory_floor,
         "less host memory was free than cluster.memory_floor_gib"
         + (f" on {', '.join(nodes)}" if nodes else ""),
-        rank=rank if isinstance(rank, int) else None,
-        node=nodes[0] if nodes else None,
+        rank=rank,
+        node=case.node(rank),
         evidence=_bounded([*evidence, *_least_memory(case)]),
         advice=("The nodes are left out of this sweep's next jobs; tell the site, they need a reboot",),
     )

@@ -523,3 +523,15 @@ def test_odd_lines_of_memory_reports_are_left_out(tmp_path: Path) -> None:
     reports = run.path / "logs" / "host_memory.jsonl"
     reports.write_text("\n".join([*odd, json.dumps(line), ""]))
     assert "rank 1 on n1: 3.5 GiB free or reclaimable" in proof(explain(run))
+
+
+def test_a_floor_of_memory_names_the_node_of_the_rank(tmp_path: Path) -> None:
+    attempt = {"n": 1, "job_id": "7", "start": "7.0", "nodes": ["n1", "n2"], "reason": "memory_floor"}
+    run = failed(tmp_path, attempts=[attempt])
+    for rank, node in ((2, "n10"), (10, "n9"), (3, "n10")):
+        record = leave_error(run, rank, "MemoryFloorError", f"node {node}, socket 0: 3.0 GiB are free")
+        run.error_file(rank).write_text(json.dumps(record | {"node": node}))
+    found = explain(run)
+    assert (found.cause, found.rank, found.node) == ("memory_floor", 2, "n10")
+    assert "on n10, n9" in found.title
+    assert proof(found).splitlines()[0] == "node n10, socket 0: 3.0 GiB are free", "in the order of ranks"
