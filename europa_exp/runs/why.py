@@ -40,6 +40,7 @@ _CRASH = re.compile(r"^Fatal Python error: ")
 """Begins what faulthandler prints of a crash in native code; the stack follows, the innermost frame first."""
 
 _ECHOES = {"RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError"}
+_OF_DRIVER = {"JobEnded", "StepEnded"}
 _OF_LAUNCHER = {"AgentKilled", "StartError", "ForkServerError"}
 
 
@@ -323,7 +324,9 @@ def _of_record(case: _Case) -> Explanation | None:
     if outside is not None and case.state != "lost":
         return outside(case)
     error = case.status.error
-    if case.status.state is not State.failed or error is None or error.get("type") == "JobEnded":
+    if case.status.state is not State.failed or error is None or error.get("type") in _OF_DRIVER:
+        if error is not None and error.get("type") == "StepEnded" and not case.attempts:
+            return _no_start(case, error)
         error = _first_error(case)
         if error is None:
             return None
@@ -857,6 +860,21 @@ def _launcher(case: _Case, kind: str, message: str) -> Explanation:
             "If nobody killed it, the machine ran out of memory: `dmesg -T | grep -i 'killed process'`"
             if kind == "AgentKilled"
             else f"europa logs {case.run.name} --launcher",
+        ),
+    )
+
+
+def _no_start(case: _Case, error: dict[str, Any]) -> Explanation:
+    """A step of an allocation ended before its ranks began."""
+    message = str(error.get("message") or "")
+    words = str(error.get("traceback") or "").splitlines()[-MOST_LINES + 1 :]
+    return Explanation(
+        Cause.launcher,
+        _short(message),
+        evidence=_bounded([Evidence("status.json", tuple(_short(line) for line in [message, *words]))]),
+        advice=(
+            "If the allocation lacks what the run asks for, take another one; then run it again: "
+            f"python launch.py rerun={case.run.name}",
         ),
     )
 

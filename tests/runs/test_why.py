@@ -535,3 +535,22 @@ def test_a_floor_of_memory_names_the_node_of_the_rank(tmp_path: Path) -> None:
     assert (found.cause, found.rank, found.node) == ("memory_floor", 2, "n10")
     assert "on n10, n9" in found.title
     assert proof(found).splitlines()[0] == "node n10, socket 0: 3.0 GiB are free", "in the order of ranks"
+
+
+def test_a_step_that_failed_is_explained_by_the_records_of_its_ranks(tmp_path: Path) -> None:
+    """Inside an allocation the driver records the end of srun where rank 0 had no time to record its own."""
+    run = failed(tmp_path)
+    leave_error(run, 3, "OutOfMemoryError", CUDA_OOM)
+    message = "srun ended with exit code 1; see runs/.submitit/1"
+    run.note(error={"rank": None, "type": "StepEnded", "message": message, "traceback": ""})
+    found = explain(run)
+    assert (found.cause, found.rank, found.node) == ("device_memory", 3, "n2")
+
+
+def test_a_step_whose_ranks_did_not_start_shows_the_words_of_srun(tmp_path: Path) -> None:
+    message = "the ranks did not start: srun ended with exit code 1; see runs/.submitit/1"
+    words = "srun: error: Unable to create step for job 7: Invalid generic resource (gres) specification"
+    error = {"rank": None, "type": "StepEnded", "message": message, "traceback": words}
+    found = explain(failed(tmp_path, attempts=[], error=error))
+    assert (found.cause, found.title) == ("launcher", message)
+    assert words in proof(found)
