@@ -108,6 +108,15 @@ class Group:
         """The ranks that hold the same shard (HSDP); None without replication."""
         return getattr(self.fsdp.mesh_info, "replicate_process_group", None)
 
+    @property
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """Where parameters are gathered and gradients reduced: those of the mesh, then those that backward gathers in if the
+        parameters are kept after forward."""
+        meshes = (self.fsdp.mesh_info, self.fsdp.post_forward_mesh_info)
+        held = ("shard_process_group", "reduce_scatter_process_group", "replicate_process_group")
+        found = [getattr(info, name, None) for info in meshes for name in held]
+        return [group for group in found if group is not None]
+
     def dimension(self, process_group: dist.ProcessGroup) -> str | None:
         """The mesh dimension that this group gathers, reduces or replicates over with `process_group`.
 

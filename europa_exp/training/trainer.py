@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torchtitan.trainer
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.trainer import Trainer
 
+from europa_exp.comm.fsdp_groups import groups
 from europa_exp.comm.gradient_norm import GradientNorm
 from europa_exp.config import counts, schema
 from europa_exp.data.packing import segment_lengths
@@ -34,11 +37,21 @@ class EuropaTrainer(Trainer):
         super().__init__(config)
         self._model = model
         self._norm = norm
+        (part,) = self.model_parts
+        self._fsdp_groups = list(dict.fromkeys(pg for group in groups(part) for pg in group.process_groups))
+        self._set_init_timeout()
         if norm is not None:
-            (part,) = self.model_parts
             norm.install(part, accumulates=self.gradient_accumulation_steps > 1)
         self._agreement: Agreement | None = None
         self._stopping = False
+
+    def _set_init_timeout(self) -> None:
+        """Give all process groups the time-out that holds until the first step is done. torchtitan gives it to the default
+        group alone; the others are made with a default of torch's."""
+        timeout = timedelta(seconds=self.config.comm.init_timeout_seconds)
+        meshes = self.parallel_dims.get_all_one_dimensional_meshes().values()
+        for group in [*(mesh.get_group() for mesh in meshes), *self._fsdp_groups]:
+            dist.set_timeout(timeout, group)
 
     def stop_when(self, asked: Callable[[], bool]) -> None:
         """From now on, all ranks save and stop between two steps once ``asked()`` is true on one of them.
@@ -64,7 +77,7 @@ class EuropaTrainer(Trainer):
             Stopped: the ranks were asked to stop (see ``stop_when``) and did, after the same step.
             NonFiniteLossError: the loss is NaN or infinite.
         """
-        with _barrier_instead_of_sleep():
+        with _barrier_instead_of_sleep(), _train_timeout_for(self._fsdp_groups):
             super().train()
         if dist.get_rank() != 0:
             dist.barrier()
@@ -143,6 +156,27 @@ def _barrier_instead_of_sleep() -> Iterator[None]:
         yield
     finally:
         torchtitan.trainer.time = original
+
+
+@contextmanager
+def _train_timeout_for(process_groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
+    """After the first step torchtitan lowers the time-out of the groups of its own meshes, by one call of
+    ``dist_utils.set_pg_timeouts``; these groups follow it. To be dropped when upstream goes by the groups that there are.
+
+    The group of asynchronous checkpoints stays as it is: there a rank waits until the slowest has written its part.
+    """
+    original = dist_utils.set_pg_timeouts
+
+    def set_pg_timeouts(timeout: timedelta, parallel_dims: ParallelDims) -> None:
+        original(timeout, parallel_dims)  # with a barrier first: no rank is still under the longer time-out
+        for group in process_groups:
+            dist.set_timeout(timeout, group)
+
+    dist_utils.set_pg_timeouts = set_pg_timeouts
+    try:
+        yield
+    finally:
+        dist_utils.set_pg_timeouts = original
 
 
 @contextmanager
