@@ -261,6 +261,24 @@ def convert(value: Any, hint: Any) -> Any:
     raise Invalid(f"must be {type_text(hint)}", "`europa fields` explains every field")
 
 
+def wrong_booleans(data: Any, file: str | Path, cls: type = Config, prefix: str = "") -> list[Problem]:
+    """What a YAML file, as plain data from the root of the configuration, gives to boolean fields that is no boolean.
+
+    Interpolations and ``???`` are left to the composition. Names that are no fields are not looked at.
+    """
+    out: list[Problem] = []
+    for name, value in data.items() if isinstance(data, dict) else ():
+        hint = hints(cls).get(name)
+        if is_dataclass(hint):
+            out += wrong_booleans(value, file, typing.cast(type, hint), f"{prefix}{name}.")
+        elif hint is bool and not isinstance(value, bool):
+            if isinstance(value, str) and ("${" in value or value == "???"):
+                continue
+            rule, way_out = f"must be true or false, in {file}", f"Write {name}: true or {name}: false there"
+            out.append(Problem(f"{prefix}{name}", value, rule, way_out))
+    return out
+
+
 def type_text(hint: Any) -> str:
     """A type of the schema in words."""
     if isinstance(hint, types.UnionType):

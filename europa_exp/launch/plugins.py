@@ -24,7 +24,7 @@ from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig, OmegaConf
 
 from europa_exp.config import register as register_schema
-from europa_exp.launch import sweep_file
+from europa_exp.launch import conf_files, sweep_file
 from europa_exp.launch.compose import Composer
 from europa_exp.launch.expand import Plan, make_plan
 
@@ -139,10 +139,13 @@ def plain_list(node: Any) -> list[str]:
 # ----------------------------------------------------------------------------------------------------------- registering
 
 
-class SweepSearchPath(SearchPathPlugin):
-    """Puts the folder `sweeps/` on Hydra's search path."""
+class OurSearchPath(SearchPathPlugin):
+    """Puts the folder `sweeps/` on Hydra's search path, and lets `conf/` be read by our own source."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for entry in search_path.get_path():
+            if entry.provider == "main":
+                entry.path = f"{conf_files.SCHEME}://{str(entry.path).removeprefix('file://')}"
         search_path.append(provider="sweeps", path=f"{sweep_file.SCHEME}://{_root}")
 
 
@@ -157,7 +160,8 @@ def register(root: Path) -> None:
         cls.__module__ = _NAMESPACE
         plugins.register(cls)
     plugins.register(sweep_file.SweepSource)
-    plugins.register(SweepSearchPath)
+    plugins.register(conf_files.ConfSource)
+    plugins.register(OurSearchPath)
 
 
 def _enter_namespace() -> None:

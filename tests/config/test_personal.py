@@ -61,6 +61,8 @@ WRONG = {
     "jupyter: {account: b}": ["jupyter", "no such cluster", "jupiter"],
     "jupiter: {acount: b}": ["jupiter.acount", "Did you mean account?"],
     "jupiter: {account: 3}": ["jupiter.account=3", "text"],
+    "jupiter: {requeue: 1}": ["jupiter.requeue=1", "true or false"],
+    "jupiter: {requeue: 'yes'}": ["jupiter.requeue='yes'", "true or false"],
     "jupiter: {setup: a}": ["jupiter.setup", "list"],
     "jupiter: mybudget": ["jupiter=", "mapping"],
     "jupiter: {env: {A: b}}": ["jupiter.env", "can change a result", "cluster.env=..."],
