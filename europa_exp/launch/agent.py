@@ -10,7 +10,6 @@ the runs that agree in them and is replaced when they change. ``NCCL_*`` and ``R
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import signal
@@ -24,11 +23,10 @@ from typing import Any
 
 from europa_exp.config.schema import Config
 from europa_exp.launch import environment, processes
-from europa_exp.launch.agents import AGENT_FILE, STOP_FILE, cancel_file
+from europa_exp.launch.agents import STOP_FILE, AgentRecord, cancel_file
 from europa_exp.launch.ranks import ForkedRanks, FreshRanks, Ranks
 from europa_exp.launch.supervise import Outcome, Supervisor
 from europa_exp.launch.worker import RankSpec
-from europa_exp.runs.files import replace_text
 from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.status import State, now
 
@@ -202,14 +200,8 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-        mine = {
-            "pid": os.getpid(),
-            "started": processes.start_time(os.getpid()),
-            "host": socket.gethostname(),
-            "runs": [str(run.path) for run in self._runs],
-        }
         with contextlib.suppress(OSError):
-            replace_text(self._folder / AGENT_FILE, json.dumps(mine))
+            AgentRecord.of_this_process(self._runs).write(self._folder)
         # Only after the file is there: a stop either finds the file or is found here.
         if (self._folder / STOP_FILE).exists():
             self._stops = 1

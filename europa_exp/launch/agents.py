@@ -1,18 +1,22 @@
-"""The agents of this machine (see ``agent``), for those who want to watch or stop one."""
+"""The agents of this machine (see ``agent`` and ``allocation``): what they say of themselves, for those who want to watch or
+stop one."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from europa_exp.launch import processes
+from europa_exp.launch.job_folder import JOBS_FOLDER
+from europa_exp.runs.files import replace_text
 from europa_exp.runs.folder import RunFolder
 
 AGENT_FILE = "agent.json"
-"""In the job's folder: process id and start time of the agent, its host and its runs."""
+"""In the job's folder: the ``AgentRecord``."""
 
 STOP_FILE = "stop"
 """In the job's folder: its presence stops an agent that has not begun to listen to signals."""
@@ -28,6 +32,30 @@ class AgentRecord:
     started: str | None
     host: str
     runs: tuple[str, ...]
+
+    @classmethod
+    def of_this_process(cls, runs: Iterable[RunFolder]) -> AgentRecord:
+        """What this process says of itself when it is to work on these runs."""
+        pid = os.getpid()
+        return cls(pid, processes.start_time(pid), socket.gethostname(), tuple(str(run.path) for run in runs))
+
+    def write(self, folder: Path) -> None:
+        """Leave the record in the job's folder. Raises OSError."""
+        replace_text(folder / AGENT_FILE, json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> AgentRecord | None:
+        """What the agent of a job left in its folder; None before it has."""
+        try:
+            record = json.loads((folder / AGENT_FILE).read_text(encoding="utf-8"))
+            return cls(
+                int(record["pid"]),
+                record.get("started"),
+                str(record["host"]),
+                tuple(map(str, record["runs"])),
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     @property
     def here(self) -> bool:
@@ -47,20 +75,9 @@ def cancel_file(run: RunFolder) -> Path:
 
 def agents(runs_dir: str | os.PathLike[str]) -> dict[str, AgentRecord]:
     """The newest agent of each run that is in the record of one: path of the run folder -> agent."""
-    from europa_exp.launch.dispatch import JOBS_FOLDER
-
     found: dict[str, AgentRecord] = {}
     # Folders of jobs are named after the time.
     for file in sorted(Path(runs_dir).absolute().glob(f"{JOBS_FOLDER}/*/{AGENT_FILE}")):
-        try:
-            record = json.loads(file.read_text(encoding="utf-8"))
-            agent = AgentRecord(
-                int(record["pid"]),
-                record.get("started"),
-                str(record["host"]),
-                tuple(map(str, record["runs"])),
-            )
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        found.update(dict.fromkeys(agent.runs, agent))
+        if (agent := AgentRecord.read(file.parent)) is not None:
+            found.update(dict.fromkeys(agent.runs, agent))
     return found

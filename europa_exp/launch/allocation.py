@@ -11,7 +11,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,12 +20,10 @@ from typing import Any
 
 from europa_exp.config.errors import Problem
 from europa_exp.config.schema import Config, Launch
-from europa_exp.launch import arrays, environment, processes, slurm, slurm_start
-from europa_exp.launch.agents import AGENT_FILE, STOP_FILE, cancel_file
+from europa_exp.launch import environment, job_folder, processes, slurm
+from europa_exp.launch.agents import STOP_FILE, AgentRecord, cancel_file
 from europa_exp.launch.dispatch import LocalJob
-from europa_exp.launch.job import Job
 from europa_exp.runs import attempts
-from europa_exp.runs.files import replace_text
 from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.status import State
 
@@ -63,8 +60,8 @@ class AllocationJob(LocalJob):
     """The job in this shell's allocation. Raises OSError when its folder can't be made or the driver not started."""
 
     def __init__(self, runs: Sequence[RunFolder], runs_dir: Path, entry: str, launch: Launch) -> None:
-        self.folder = arrays.make_folder(runs_dir)
-        self._agent: dict[str, Any] | None = None
+        self.folder = job_folder.make(runs_dir)
+        self._agent: AgentRecord | None = None
         plan = []
         for number, run in enumerate(runs):
             place = self.folder / str(number)
@@ -72,8 +69,8 @@ class AllocationJob(LocalJob):
             executor = slurm.make_executor(run.config(), launch, folder=place, name=run.name)
             (place / SCRIPT).write_text(executor.text())
             # Each run is a job of its own, in a folder of its own, under the allocation's number.
-            slurm_start.write(place, [Job((str(run.path),), str(place), entry, "")])
-            slurm_start.mark_submitted(place, os.environ[JOB])
+            job_folder.write_tasks(place, [((str(run.path),), entry)])
+            job_folder.mark(place, os.environ[JOB]).touch()
             plan.append([str(run.path), str(place)])
         (self.folder / _PLAN).write_text(json.dumps(plan))
         # srun needs to know the allocation and nothing else of it: what salloc was told must not shape the steps.
@@ -130,13 +127,7 @@ class Driver:
         """Run everything and record what came of it."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
-        record = {
-            "pid": os.getpid(),
-            "started": processes.start_time(os.getpid()),
-            "host": socket.gethostname(),
-            "runs": [str(run.path) for run, _ in self._turns],
-        }
-        replace_text(self._folder / AGENT_FILE, json.dumps(record))
+        AgentRecord.of_this_process(run for run, _ in self._turns).write(self._folder)
         for run, place in self._turns:
             self._one(run, place)
 

@@ -8,16 +8,13 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from europa_exp.config import schema
-from europa_exp.launch import slurm, slurm_exclude, slurm_start
-from europa_exp.launch.dispatch import JOBS_FOLDER
+from europa_exp.launch import job_folder, slurm, slurm_exclude
 from europa_exp.launch.job import Job
 from europa_exp.runs.folder import RunFolder
 
@@ -67,7 +64,9 @@ def plan(
         cluster = group[0].cfg.cluster
         attempts = 1 if cluster.requeue else max(point.cfg.cluster.max_attempts for point in group)
         for i in range(0, len(tasks), limit):
-            arrays.append(Array(tuple(tasks[i : i + limit]), group[0].cfg, make_folder(runs_dir), attempts))
+            arrays.append(
+                Array(tuple(tasks[i : i + limit]), group[0].cfg, job_folder.make(runs_dir), attempts)
+            )
     order = turns([len(array.tasks) for array in arrays], launch.throttle)
     return [replace(array, turn=turn) for array, turn in zip(arrays, order, strict=True)]
 
@@ -88,13 +87,6 @@ def turns(sizes: Sequence[int], throttle: int | None) -> list[int]:
                 turn, running = turn + 1, min(size, throttle)
         found.append(turn)
     return found
-
-
-def make_folder(runs_dir: Path) -> Path:
-    """A folder for one job. submitit names its files after job ids, which come again: each job gets its own."""
-    place = runs_dir.absolute() / JOBS_FOLDER
-    place.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=place))
 
 
 def most_tasks(launch: schema.Launch) -> int:
@@ -144,7 +136,7 @@ def submit(
         raise Refused("there is no sbatch on this machine; submit from a login node of the cluster")
     jobs = [Job(tuple(str(run.path) for run in task), str(array.folder), entry, "") for task in array.tasks]
     try:
-        slurm_start.write(array.folder, jobs)
+        job_folder.write_tasks(array.folder, [(job.runs, job.entry) for job in jobs])
         bad = slurm_exclude.listed(slurm_exclude.place_of(array.runs[0]))
         executor = slurm.make_executor(
             array.cfg, launch, folder=array.folder, name=name, code=code, bad_nodes=bad

@@ -1,23 +1,18 @@
-"""Handing runs over: to submitit's local executor on this machine, or to Slurm."""
+"""Handing runs over to this machine, through submitit's local executor."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from europa_exp.launch import environment, processes
+from europa_exp.launch import environment, job_folder, processes
+from europa_exp.launch.agents import STOP_FILE, AgentRecord
 from europa_exp.launch.job import Job
 from europa_exp.runs.folder import RunFolder
-
-JOBS_FOLDER = ".submitit"
-"""Under the runs folder: submitit's pickles and logs, a folder a job."""
 
 LAST_SECONDS = 3.0
 """What a job that is being stopped gets before it is killed."""
@@ -31,37 +26,29 @@ class LocalJob:
     def __init__(self, runs: Sequence[RunFolder], runs_dir: Path, entry: str, preload: str) -> None:
         import submitit
 
-        place = runs_dir.absolute() / JOBS_FOLDER
-        place.mkdir(exist_ok=True)
-        # submitit names its files after process ids, which come again: a folder of its own for each job.
-        self.folder = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=place))
+        self.folder = job_folder.make(runs_dir)
         job = Job(tuple(str(run.path) for run in runs), str(self.folder), entry, preload)
         executor = submitit.AutoExecutor(folder=str(self.folder), cluster="local")
         executor.update_parameters(timeout_min=_NO_LIMIT_MIN)
         with _prepared():
             self._job = executor.submit(job)
-        self._agent: dict[str, Any] | None = None
+        self._agent: AgentRecord | None = None
 
     def agent_pid(self) -> int | None:
         """Process id of the agent, once it has said so."""
-        from europa_exp.launch.agent import AGENT_FILE
-
         if self._agent is None:
-            with contextlib.suppress(OSError, ValueError):
-                self._agent = json.loads((self.folder / AGENT_FILE).read_text())
-        return self._agent["pid"] if self._agent else None
+            self._agent = AgentRecord.read(self.folder)
+        return self._agent.pid if self._agent else None
 
     def active(self) -> bool:
         """Whether somebody still works on the runs. The agent counts, not submitit's controller: either can be killed."""
         pid = self.agent_pid()
         if pid is None or self._agent is None:
             return not self._job.done()
-        return processes.is_alive(pid, self._agent["started"])
+        return processes.is_alive(pid, self._agent.started)
 
     def stop(self) -> None:
         """Ask the agent to stop; asked again it does not wait for the ranks."""
-        from europa_exp.launch.agent import STOP_FILE
-
         # The file first: an agent that does not listen yet looks for it when it begins to.
         try:
             (self.folder / STOP_FILE).touch()

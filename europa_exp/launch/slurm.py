@@ -17,6 +17,7 @@ from europa_exp.config import walltime
 from europa_exp.config.errors import Problem
 from europa_exp.config.schema import Cluster, Config, Launch, NumaBinding
 from europa_exp.launch import environment
+from europa_exp.launch.job_folder import JOBS_FOLDER
 from europa_exp.runs.slurm_record import node_names
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def script_text(
 ) -> str:
     """The job script of a configuration as submitit hands it to sbatch; ``folder`` is where submitit's files go; every
     submission makes a new one, which without it is called JOB here."""
-    place = Path(launch.runs_dir).absolute() / ".submitit" / "JOB" if folder is None else folder
+    place = Path(launch.runs_dir).absolute() / JOBS_FOLDER / "JOB" if folder is None else folder
     executor = make_executor(cfg, launch, folder=place, name=name, code=code, bad_nodes=bad_nodes)
     return executor.text(n_jobs)
 

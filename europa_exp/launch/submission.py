@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from europa_exp.config.schema import Executor
-from europa_exp.launch import slurm_start, squeue
+from europa_exp.launch import job_folder, squeue
 from europa_exp.runs.files import replace_text
 from europa_exp.runs.folder import PROVENANCE_FILE, RunFolder, RunFolderError
 from europa_exp.runs.skip import is_of
@@ -269,14 +269,5 @@ def jobs_of(run: RunFolder, status: Status) -> list[str]:
         ids.append(single)
     if not ids and isinstance(folder := status.extra.get("job_folder"), str):
         task = status.extra.get("job_task")
-        ids = job_ids_in(Path(folder), task if isinstance(task, int) else 0)
+        ids = job_folder.job_ids(Path(folder), task if isinstance(task, int) else 0)
     return ids
-
-
-def job_ids_in(folder: Path, task: int) -> list[str]:
-    """The job of a task whose submission was never recorded: its mark is named after it."""
-    return [
-        job
-        for job in slurm_start.submitted(folder)
-        if (int(job.partition("_")[2]) if "_" in job else 0) == task
-    ]

@@ -12,8 +12,7 @@ import pytest
 from launching import HERE, ROOT, config, make_runs
 
 from europa_exp.config.schema import Executor
-from europa_exp.launch import slurm_rank, slurm_start
-from europa_exp.launch.job import Job
+from europa_exp.launch import job_folder, slurm_rank, slurm_start
 
 ENTRY = """
 import json, os, sys
@@ -33,10 +32,9 @@ def taken(monkeypatch):
 
 
 def folder_of(tmp_path: Path, *marks: str) -> Path:
-    jobs = [Job((f"/r/{i}a", f"/r/{i}b"), str(tmp_path), f"module:entry{i}") for i in range(3)]
-    slurm_start.write(tmp_path, jobs)
-    for mark in marks:
-        slurm_start.mark_submitted(tmp_path, mark)
+    job_folder.write_tasks(tmp_path, [((f"/r/{i}a", f"/r/{i}b"), f"module:entry{i}") for i in range(3)])
+    for job in marks:
+        job_folder.mark(tmp_path, job).touch()
     return tmp_path
 
 
@@ -67,8 +65,8 @@ def test_a_rank_starts_light(tmp_path):
     (tmp_path / "light.py").write_text(ENTRY)
     job = tmp_path / "job"
     job.mkdir()
-    slurm_start.write(job, [Job((str(run.path),), str(job), "light:train")])
-    slurm_start.mark_submitted(job, "77")
+    job_folder.write_tasks(job, [((str(run.path),), "light:train")])
+    job_folder.mark(job, "77").touch()
     slurm = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "127.0.0.1", "SLURMD_NODENAME": "127.0.0.1"}
     slurm |= {
         "SLURM_NTASKS": "1",

@@ -12,7 +12,7 @@ import pytest
 from launching import CODE, command, config, environ, make_runs, mentioning, point, until
 
 from europa_exp.config.errors import ConfigError
-from europa_exp.launch import agent, dispatch, environment, submit
+from europa_exp.launch import agents, dispatch, environment, submit
 from europa_exp.runs.folder import NewRun, RunFolder, RunFolderError, create_runs
 from europa_exp.runs.status import State
 
@@ -44,7 +44,7 @@ def up(runs_dir: Path, name: str = "run0", ranks: int = 2) -> list[int]:
 
 
 def agent_pid(runs_dir: Path) -> int:
-    [path] = runs_dir.glob(f".submitit/*/{agent.AGENT_FILE}")
+    [path] = runs_dir.glob(f".submitit/*/{agents.AGENT_FILE}")
     return json.loads(path.read_text())["pid"]
 
 
@@ -324,7 +324,7 @@ def test_ctrl_c_reaches_the_job_when_no_file_can_be_written(tmp_path):
     """As on a full disk: neither the agent's file nor the one that asks it to stop exists."""
     runs_dir = tmp_path / "runs"
     (tmp_path / "sitecustomize.py").write_text(
-        "from europa_exp.launch import agent\nagent.AGENT_FILE = agent.STOP_FILE = 'no/such/place'\n"
+        "from europa_exp.launch import agents\nagents.AGENT_FILE = agents.STOP_FILE = 'no/such/place'\n"
     )
     path = os.pathsep.join([str(tmp_path), environ()["PYTHONPATH"]])
     p = command(runs_dir, "sleep_for_ever", config(), PYTHONPATH=path)
