@@ -313,7 +313,7 @@ def logs(
     ] = None,
 ) -> None:
     """Show what a rank printed, in all attempts of the run."""
-    from europa_exp.launch.submission import jobs_of
+    from europa_exp.launch.slurm_runs import jobs_of
     from europa_exp.runs import log_files
     from europa_exp.runs.lookup import LookupFailed, find
 
@@ -431,8 +431,8 @@ def why(run: Run, runs_dir: RunsDir = RUNS) -> None:
     """Tell why a run ended as it did (or why it waits): the cause, rank and node, the lines that prove it, what to do."""
     from europa_exp.launch import squeue
     from europa_exp.launch.go_on import go_on_command
+    from europa_exp.launch.slurm_runs import jobs_of
     from europa_exp.launch.standing import current_job, survey
-    from europa_exp.launch.submission import jobs_of
     from europa_exp.runs.log_files import job_logs
     from europa_exp.runs.lookup import find
     from europa_exp.runs.why import explain

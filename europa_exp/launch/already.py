@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from europa_exp.config import schema
-from europa_exp.launch import submission
-from europa_exp.launch.submission import Life, OpenRun, Record
+from europa_exp.launch import slurm_runs
+from europa_exp.launch.slurm_runs import Life, OpenRun
 from europa_exp.runs.folder import RunFolder, RunFolderError
 from europa_exp.runs.slurm_record import CANCELLED
 from europa_exp.runs.status import State
 
 if TYPE_CHECKING:
     from europa_exp.launch.points import Point
+    from europa_exp.launch.sweep_record import Record
     from europa_exp.runs.provenance import CodeState
 
 Todo = Sequence[tuple["Point", "str | None"]]
@@ -46,7 +47,7 @@ def sort_out(
     Raises RunFolderError when Slurm does not answer.
     """
     out = Sorted()
-    open_runs = submission.open_runs(runs_dir, {submission.key_of(p, f) for p, f in todo})
+    open_runs = slurm_runs.open_runs(runs_dir, {slurm_runs.key_of(p, f) for p, f in todo})
     unclear = [o for o in open_runs if o.life is Life.unclear]
     if unclear:
         raise RunFolderError(
@@ -55,7 +56,7 @@ def sort_out(
         )
     broke_off = record is not None and key in record.unfinished
     for point, fingerprint in todo:
-        mine = [o for o in open_runs if o.key == submission.key_of(point, fingerprint)]
+        mine = [o for o in open_runs if o.key == slurm_runs.key_of(point, fingerprint)]
         if launch.force or point.force:
             # Asked for once more; but a call that broke off asked for it once, not twice.
             mine = [o for o in mine if o.life is Life.dead or (broke_off and o.sweep == sweep)]
@@ -94,7 +95,7 @@ def _bury(gone: OpenRun) -> None:
     if state is State.failed:
         error = {"rank": None, "type": "JobEnded", "message": epitaph(gone), "traceback": ""}
     with contextlib.suppress(OSError):
-        gone.run.set_state(state, only_from=submission.OPEN, error=error, reason=epitaph(gone))
+        gone.run.set_state(state, only_from=slurm_runs.OPEN, error=error, reason=epitaph(gone))
 
 
 def epitaph(dead: OpenRun) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from europa_exp.config import schema
 from europa_exp.launch import squeue
 from europa_exp.launch.attend import INTERRUPTED, Stops, report
-from europa_exp.launch.submission import OPEN, jobs_of
+from europa_exp.launch.slurm_runs import OPEN, jobs_of
 from europa_exp.runs.status import State
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from europa_exp.launch import squeue
 from europa_exp.launch.agents import AgentRecord, agents, cancel_file
 from europa_exp.launch.attend_slurm import close
+from europa_exp.launch.slurm_runs import OPEN, jobs_of
 from europa_exp.launch.standing import LOST, Standing, on_slurm, survey
-from europa_exp.launch.submission import OPEN, jobs_of
 from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.lookup import entries
 from europa_exp.runs.slurm_record import Answer

@@ -12,14 +12,14 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from europa_exp.launch import host_memory, squeue, submission
+from europa_exp.launch import host_memory, squeue, sweep_record
 from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.slurm_record import node_names
 
 
 def place(runs_dir: Path, stem: str) -> Path:
     """Where the list of a sweep lies; for a single run ``stem`` is its name."""
-    return submission.place(runs_dir, stem).with_suffix(submission.EXCLUDE_SUFFIX)
+    return sweep_record.place(runs_dir, stem).with_suffix(sweep_record.EXCLUDE_SUFFIX)
 
 
 def place_of(run: RunFolder) -> Path:
@@ -95,6 +95,6 @@ def _job_folders(run: RunFolder) -> set[str]:
     found = {run.status().extra.get("job_folder")}
     sweep = run.provenance().get("sweep")
     if isinstance(sweep, str):
-        record = submission.Record.read(submission.place(run.path.parent, sweep))
+        record = sweep_record.Record.read(sweep_record.place(run.path.parent, sweep))
         found |= {entry.get("folder") for entry in record.runs.values()}
     return {folder for folder in found if isinstance(folder, str)}

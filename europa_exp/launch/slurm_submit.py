@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from europa_exp.config import schema
-from europa_exp.launch import arrays, host_memory, slurm, slurm_exclude, snapshot, submission
+from europa_exp.launch import arrays, host_memory, slurm, slurm_exclude, slurm_runs, snapshot, sweep_record
 from europa_exp.launch.already import Sorted, Todo, epitaph, sort_out
 from europa_exp.launch.attend import INTERRUPTED, Stops
-from europa_exp.launch.submission import JOB_IDS, Record
+from europa_exp.launch.slurm_runs import JOB_IDS
+from europa_exp.launch.sweep_record import Record
 from europa_exp.runs.folder import NewRun, RunFolder, RunFolderError, create_runs
 from europa_exp.runs.status import State
 
@@ -57,16 +58,16 @@ def submit(
         raise RunFolderError(
             f"launch.runs_dir={launch.runs_dir}: Slurm takes % in the path of a log for a pattern; choose another folder"
         )
-    with submission.alone(runs_dir, lambda: bool(stops.count)):
-        key = submission.call_key([p for p, _ in points], [f for _, f in points])
+    with sweep_record.alone(runs_dir, lambda: bool(stops.count)):
+        key = sweep_record.call_key([p for p, _ in points], [f for _, f in points])
         record: Record | None = None
         if sweep is not None and launch.sweep_name is None:
-            record = submission.unfinished(runs_dir, key)
+            record = sweep_record.unfinished(runs_dir, key)
         if record is not None:
             sweep = record.sweep
             print(f"continuing sweep {sweep}, whose submission broke off")
         elif sweep is not None:
-            record = Record.read(submission.place(runs_dir, sweep), sweep)
+            record = Record.read(sweep_record.place(runs_dir, sweep), sweep)
         sorted_out = sort_out(todo, launch, sweep, key, record, runs_dir, code)
         handed = Handed(sweep, 0, list(sorted_out.already))
         if not (sorted_out.fresh or sorted_out.again):
@@ -178,7 +179,7 @@ class _Submission:
             pairs, self._launch, limit=arrays.most_tasks(self._launch), runs_dir=self._runs_dir
         )
         if self._record is None:
-            self._record = Record.read(submission.place(self._runs_dir, pairs[0][1].name), None)
+            self._record = Record.read(sweep_record.place(self._runs_dir, pairs[0][1].name), None)
         self._unused = [array.folder for array in planned]
         reasons = {o.run.name: f"submitted again: {epitaph(o)}" for _, o in todo.again}
         for _, o in todo.again:
@@ -239,7 +240,7 @@ class _Submission:
         if self._launch.throttle is None:
             return []
         mine = {run.name for array in planned for run in array.runs}
-        return submission.living_jobs(
+        return slurm_runs.living_jobs(
             self._runs_dir, [name for name in self._record.runs if name not in mine]
         )
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from europa_exp.launch import squeue
 from europa_exp.launch.agents import AgentRecord, agents
-from europa_exp.launch.submission import jobs_of
+from europa_exp.launch.slurm_runs import jobs_of
 from europa_exp.runs.attempts import attempts_of
 from europa_exp.runs.folder import RunFolder, RunFolderError
 from europa_exp.runs.lookup import Entry

@@ -9,8 +9,9 @@ import pytest
 from launching import CODE, config, point
 
 from europa_exp.config.schema import Executor
-from europa_exp.launch import already, arrays, attend_slurm, follow, squeue, submission, submit
-from europa_exp.launch.submission import Life, Record
+from europa_exp.launch import already, arrays, attend_slurm, follow, slurm_runs, squeue, submit, sweep_record
+from europa_exp.launch.slurm_runs import Life
+from europa_exp.launch.sweep_record import Record
 from europa_exp.runs.folder import NewRun, RunFolder, RunFolderError, create_runs
 from europa_exp.runs.slurm_record import Answer, SlurmState
 from europa_exp.runs.status import State
@@ -204,7 +205,7 @@ def test_force_asks_for_one_more_but_not_for_the_same_broken_call_twice(tmp_path
 def test_silence_is_no_death(tmp_path, answers):
     answers[1].append("squeue: no answer in 10 s")
     queued(made(tmp_path / "runs", slurm_config()), "7")
-    with pytest.raises(submission.RunFolderError, match="Slurm does not answer"):
+    with pytest.raises(RunFolderError, match="Slurm does not answer"):
         sort(tmp_path, [slurm_config()])
     # A run that was never submitted needs no answer.
     queued([RunFolder(tmp_path / "runs" / "run0")], None)
@@ -215,7 +216,7 @@ def test_local_runs_are_not_slurms(tmp_path, answers):
     cfg = config(name="slurm")
     [run] = made(tmp_path / "runs", cfg)
     run.set_state(State.running)
-    assert submission.open_runs(tmp_path / "runs", {submission.key_of(point(cfg), "d")}) == []
+    assert slurm_runs.open_runs(tmp_path / "runs", {slurm_runs.key_of(point(cfg), "d")}) == []
 
 
 def test_a_job_that_was_never_recorded_is_found_by_its_mark(tmp_path, answers):
@@ -226,7 +227,7 @@ def test_a_job_that_was_never_recorded_is_found_by_its_mark(tmp_path, answers):
     for name in ("9_0", "9_1", "10_1"):
         (folder / f"{name}_submitted.pkl").touch()
     run.set_state(State.queued, job_id=None, job_folder=str(folder), job_task=1)
-    assert sorted(submission.jobs_of(run, run.status())) == ["10_1", "9_1"]
+    assert sorted(slurm_runs.jobs_of(run, run.status())) == ["10_1", "9_1"]
     assert sort(tmp_path, [slurm_config()]).already
 
 
@@ -234,7 +235,7 @@ def test_a_job_that_was_never_recorded_is_found_by_its_mark(tmp_path, answers):
 
 
 def test_the_record_survives_nonsense(tmp_path):
-    path = submission.place(tmp_path, "a sweep/with äll")
+    path = sweep_record.place(tmp_path, "a sweep/with äll")
     assert path.parent == tmp_path / ".sweeps"
     path.parent.mkdir()
     for text in ("", "[1]", '{"runs": 3, "unfinished": "x"}', '{"runs": {"a": 1}}'):
@@ -244,22 +245,22 @@ def test_the_record_survives_nonsense(tmp_path):
     record.unfinished.append("k")
     record.write()
     assert json.loads(path.read_text())["unfinished"] == ["k"]
-    assert submission.unfinished(tmp_path, "k").path == path
-    assert submission.unfinished(tmp_path, "other") is None
+    assert sweep_record.unfinished(tmp_path, "k").path == path
+    assert sweep_record.unfinished(tmp_path, "other") is None
 
 
 def test_a_call_is_known_by_its_runs_and_not_by_its_code_or_order(tmp_path):
     points = [point(slurm_config(seed)) for seed in (1, 2)]
-    key = submission.call_key(points, ["d", "d"])
-    assert submission.call_key(points[::-1], ["d", "d"]) == key
-    assert submission.call_key(points[:1], ["d"]) != key
-    assert submission.call_key(points, ["d", "e"]) != key
+    key = sweep_record.call_key(points, ["d", "d"])
+    assert sweep_record.call_key(points[::-1], ["d", "d"]) == key
+    assert sweep_record.call_key(points[:1], ["d"]) != key
+    assert sweep_record.call_key(points, ["d", "e"]) != key
 
 
 def test_life_without_an_answer_from_sacct(tmp_path):
     silent = Answer({}, ("sacct: there is no such command here",), known=True)
-    assert submission._life(["7"], silent)[0] is Life.dead
-    assert submission._life(["7"], Answer({}, ("squeue: down",), known=False))[0] is Life.unclear
+    assert slurm_runs._life(["7"], silent)[0] is Life.dead
+    assert slurm_runs._life(["7"], Answer({}, ("squeue: down",), known=False))[0] is Life.unclear
 
 
 def test_one_call_goes_to_one_place(tmp_path):

@@ -9,7 +9,7 @@ from compose import composed
 from launching import config, make_runs
 
 from europa_exp.launch import host_memory, slurm, slurm_exclude, squeue
-from europa_exp.launch.submission import Record, place
+from europa_exp.launch.sweep_record import Record, place
 
 
 @pytest.mark.parametrize(
