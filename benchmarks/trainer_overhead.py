@@ -13,7 +13,6 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,11 @@ WARM_UP = 10
 def step_times(kind: str, frozen: str) -> list[float]:
     """Seconds of each step of this rank. ``kind``: "plain" or "europa"; ``frozen``: the configuration as YAML."""
     import torch
-    from torchtitan.components.metrics import MetricsProcessor
-    from torchtitan.trainer import Trainer
+    from parity import plain_trainer
 
     from europa_exp.comm.accounting import step_metrics
     from europa_exp.config import io
-    from europa_exp.cpu import device
-    from europa_exp.model import model_spec
-    from europa_exp.training.assemble import after_parallelize, build_trainer
-    from europa_exp.training.trainer_config import trainer_config
+    from europa_exp.training.assemble import build_trainer
 
     cfg = io.from_yaml(frozen)
     with tempfile.TemporaryDirectory() as folder:
@@ -41,12 +36,9 @@ def step_times(kind: str, frozen: str) -> list[float]:
             trainer, counter = build_trainer(cfg, Path(folder))
             trainer.metrics_processor.attach([], lambda: step_metrics(counter.take()))
         else:
-            spec = after_parallelize(
-                model_spec(cfg.model, device_type=device.device_type()), device.prepare_model
+            trainer = plain_trainer(
+                frozen, folder, log_freq=cfg.training.log_every, disable_color_printing=True
             )
-            config = trainer_config(cfg, spec, Path(folder))
-            metrics = MetricsProcessor.Config(log_freq=cfg.training.log_every, disable_color_printing=True)
-            trainer = Trainer(replace(config, metrics=metrics))
         times: list[float] = []
         train_step = trainer.train_step
 

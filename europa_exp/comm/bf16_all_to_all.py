@@ -25,8 +25,9 @@ from .fsdp_groups import Group, chain, groups, set_reduce_dtype, set_reduce_scat
 
 logger = logging.getLogger(__name__)
 
-# A CPU's torch.sum first converts all of its input to fp32; columns at a time bound that copy.
-_CPU_COLUMNS = 2**14
+# A CPU's torch.sum first converts all of its input to fp32; parts of the columns bound that copy.
+_CPU_PARTS = 32
+_CPU_LEAST_COLUMNS = 2**14
 
 
 def apply_bf16_all_to_all(
@@ -143,7 +144,9 @@ def sum_slices(slices: Tensor, output: Tensor) -> None:
     number of ranks (several where the slices exceed its 32-bit index range). The order of the sum is that of `torch.sum` over
     the first dimension, which shape and device alone decide: repeated calls agree in every bit.
     """
-    columns = _CPU_COLUMNS if slices.device.type == "cpu" else max(output.numel(), 1)
+    columns = max(output.numel(), 1)
+    if slices.device.type == "cpu":
+        columns = max(_CPU_LEAST_COLUMNS, -(-columns // _CPU_PARTS))
     for part, result in zip(slices.split(columns, dim=1), output.split(columns)):
         torch.sum(part, dim=0, dtype=torch.float32, out=result)
 

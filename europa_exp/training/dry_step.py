@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed.utils import init_fake_mode
 
-from europa_exp.comm import bf16_all_to_all
 from europa_exp.comm.accounting import Kind, Traffic
 from europa_exp.config import schema
 from europa_exp.cpu import device
@@ -65,7 +64,6 @@ def dry_step(cfg: schema.Config) -> dict[Kind, Traffic]:
 
             def prepare(model: nn.Module) -> None:
                 _drop_what_needs_values(model, cfg)
-                without_values.enter_context(_sums_in_one_piece())
                 # From here on and not before: meshes are made of tensors with values.
                 without_values.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
                 without_values.enter_context(_UnknownNumbersAreZero())
@@ -85,17 +83,6 @@ class _UnknownNumbersAreZero(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 0.0 if args[0].dtype.is_floating_point else 0
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _sums_in_one_piece() -> Iterator[None]:
-    """A CPU sums received gradients some columns at a time, to need less memory; here that is only many operations."""
-    columns = bf16_all_to_all._CPU_COLUMNS
-    bf16_all_to_all._CPU_COLUMNS = 2**62
-    try:
-        yield
-    finally:
-        bf16_all_to_all._CPU_COLUMNS = columns
 
 
 def _rows(training: schema.Training) -> Iterator[tuple[dict[str, Tensor], Tensor]]:

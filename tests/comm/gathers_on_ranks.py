@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -296,25 +296,3 @@ def train(frozen: str, folder: str) -> Steps:
     trainer.train()
     trainer.close()
     return Steps(numbers, gathers)
-
-
-def train_plain(frozen: str, folder: str) -> list[tuple[float, float]]:
-    """Losses and gradient norms of torchtitan's own trainer on our model and data, without any mechanism."""
-    from torchtitan.components.metrics import MetricsProcessor
-    from torchtitan.trainer import Trainer
-
-    from europa_exp.config import io
-    from europa_exp.cpu import device
-    from europa_exp.model import model_spec
-    from europa_exp.training.assemble import after_parallelize
-    from europa_exp.training.trainer_config import trainer_config
-
-    cfg = io.from_yaml(frozen)
-    spec = after_parallelize(model_spec(cfg.model, device_type="cpu"), device.prepare_model)
-    config = trainer_config(cfg, spec, Path(folder))
-    trainer = Trainer(replace(config, metrics=MetricsProcessor.Config(log_freq=1)))
-    numbers: list[tuple[float, float]] = []
-    trainer.metrics_processor.log = lambda step, loss, highest, norm, **_: numbers.append((loss, norm))
-    trainer.train()
-    trainer.close()
-    return numbers

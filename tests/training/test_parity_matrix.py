@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from compose import composed
+from parity import Trained, train_plain, watched
 from ranks import run_ranks
 
 from europa_exp.config import io
@@ -51,67 +50,11 @@ EXACT = [
 ]
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What one rank saw: losses and norms over all ranks, and its shards of the first step's gradients."""
-
-    losses: list[float]
-    norms: list[float]
-    gradients: dict[str, np.ndarray]
-
-    def loss_differs_by(self, other: Trained) -> float:
-        return max(abs(mine - its) for mine, its in zip(self.losses, other.losses, strict=True))
-
-    def same_gradients(self, other: Trained) -> bool:
-        assert self.gradients.keys() == other.gradients.keys()
-        return all(np.array_equal(self.gradients[name], other.gradients[name]) for name in self.gradients)
-
-
-def train_plain(frozen: str, folder: str) -> Trained:
-    """torchtitan's trainer with its own metrics, on our model and data; no mechanism of ours."""
-    from torchtitan.components.metrics import MetricsProcessor
-    from torchtitan.trainer import Trainer
-
-    from europa_exp.cpu import device
-    from europa_exp.model import model_spec
-    from europa_exp.training.assemble import after_parallelize
-    from europa_exp.training.trainer_config import trainer_config
-
-    cfg = io.from_yaml(frozen)
-    spec = after_parallelize(model_spec(cfg.model, device_type="cpu"), device.prepare_model)
-    config = trainer_config(cfg, spec, Path(folder))
-    return watched(Trainer(replace(config, metrics=MetricsProcessor.Config(log_freq=1))))
-
-
 def train_ours(frozen: str, folder: str) -> Trained:
     from europa_exp.training.assemble import build_trainer
 
     trainer, _ = build_trainer(io.from_yaml(frozen), Path(folder))
     return watched(trainer)
-
-
-def watched(trainer: Any) -> Trained:
-    losses: list[float] = []
-    norms: list[float] = []
-    gradients: dict[str, np.ndarray] = {}
-    log, step = trainer.metrics_processor.log, trainer.optimizers.step
-
-    def logged(at: int, loss: float, highest: float, norm: float, **kwargs: Any) -> None:
-        losses.append(loss)
-        norms.append(norm)
-        log(at, loss, highest, norm, **kwargs)
-
-    def stepped(*args: Any, **kwargs: Any) -> None:
-        if not gradients:
-            for name, param in trainer.model_parts[0].named_parameters():
-                assert param.grad is not None, name
-                gradients[name] = param.grad.to_local().numpy().copy()
-        step(*args, **kwargs)
-
-    trainer.metrics_processor.log, trainer.optimizers.step = logged, stepped
-    trainer.train()
-    trainer.close()
-    return Trained(losses, norms, gradients)
 
 
 def compare(
@@ -139,9 +82,7 @@ def compare(
                 assert result.losses == reference.losses, where
                 assert result.norms == pytest.approx(reference.norms, rel=1e-5), where
             elif gather == GATHERS[0]:
-                # The same bf16 gradients, summed in fp32 in another order.
-                for name, gradient in result.gradients.items():
-                    np.testing.assert_allclose(gradient, reference.gradients[name], rtol=1e-5, atol=1e-7)
+                result.close_gradients(reference)
     if gather == GATHERS[1]:
         quantised = [not mine.same_gradients(its) for mine, its in zip(bare, plain, strict=True)]
         assert all(quantised), "the gathered weights were not quantised"
