@@ -1,6 +1,8 @@
 """The checkpoints of a run on disk: where they lie, which are whole, which may go, from which one the run goes on.
 
 A checkpoint is a folder ``step-N``. Its file ``.metadata`` is written last, so a folder without it was cut while being written.
+Whether the data files that it names are all there takes torch to read; the training looks when it goes on, and gives one that
+lacks some the name ``damaged-N-...``: it counts for nothing from then on, and nobody here removes it.
 
 They lie in ``checkpoints/`` of the run folder, or, with ``cluster.checkpoint_dir``, in a folder of their own there::
 
@@ -21,7 +23,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +41,7 @@ _NAME = re.compile(r"step-(\d+)")
 _LAST_FILE = ".metadata"
 # Not a name that torchtitan's own search for "step-N" would find.
 _ASIDE = ".removed-"
+_DAMAGED = "damaged-"
 
 
 @dataclass(frozen=True, order=True)
@@ -98,22 +101,27 @@ def found(folder: Path) -> list[Checkpoint]:
     return []
 
 
-def newest(folder: Path) -> int | None:
-    """Step of the newest whole checkpoint in a folder; None without any."""
-    return max((c.step for c in found(folder) if c.whole), default=None)
+def newest(folder: Path, without: Collection[int] = ()) -> int | None:
+    """Step of the newest whole checkpoint in a folder, those of some steps left out; None without any."""
+    return max((c.step for c in found(folder) if c.whole and c.step not in without), default=None)
 
 
-def resume_step(run: RunFolder, folder: Path) -> int | None:
+def resume_step(run: RunFolder, folder: Path, damaged: Mapping[int, str] | None = None) -> int | None:
     """The step that a run goes on from; None for one that saved nothing yet.
+
+    ``damaged`` are checkpoints that were finished and are not whole any more: step -> what is wrong, in words ("lacks ...").
 
     Raises RunFolderError when checkpoints were finished and none is left: to begin again with the first step, in the same
     record, would pass for a run that goes on.
     """
-    there, saved = newest(folder), newest_saved(run)
-    if there is None and saved is not None:
+    damaged = damaged or {}
+    there, saved = newest(folder, without=damaged), newest_saved(run)
+    if there is None and (saved is not None or damaged):
+        saved = max(damaged) if saved is None else saved
+        what = "".join(f"; that of step {step} {words}" for step, words in damaged.items())
         raise RunFolderError(
             f"{folder}: {run.name} has saved step {saved} there, and no whole checkpoint is left (a folder on scratch is "
-            f"cleaned by the site). Put one back, or begin anew in a run of its own: python launch.py rerun={run.name}"
+            f"cleaned by the site){what}. Put one back, or begin anew in a run of its own: python launch.py rerun={run.name}"
         )
     return there
 
@@ -142,9 +150,11 @@ def note_saved(run: RunFolder, step: int) -> None:
 
 
 def newest_saved(run: RunFolder) -> int | None:
-    """The highest step whose checkpoint was ever finished, there or not."""
+    """The step whose checkpoint was finished last, there or not. Not always the highest: a run that went on from an older
+    checkpoint saves some steps again."""
     lines = read_lines(run.path / "logs" / SAVED_FILE)
-    return max((line["step"] for line in lines if isinstance(line.get("step"), int)), default=None)
+    steps = [line["step"] for line in lines if isinstance(line.get("step"), int)]
+    return steps[-1] if steps else None
 
 
 # ---------------------------------------------------------------------------------------------------------- what may go
@@ -172,6 +182,16 @@ def set_aside(checkpoint: Checkpoint) -> Path:
     can be saved again meanwhile.
     """
     aside = checkpoint.path.with_name(f"{_ASIDE}{checkpoint.step}-{secrets.token_hex(3)}")
+    checkpoint.path.rename(aside)
+    return aside
+
+
+def leave_out(checkpoint: Checkpoint) -> Path:
+    """Take a damaged checkpoint out of the way for good, and return where it is now. Raises OSError.
+
+    Its step is saved again, and into what is left of it that would look finished from the first file on.
+    """
+    aside = checkpoint.path.with_name(f"{_DAMAGED}{checkpoint.step}-{secrets.token_hex(3)}")
     checkpoint.path.rename(aside)
     return aside
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import TRAIN_STATE, CheckpointManager
 from torchtitan.tools.logging import logger
@@ -50,18 +52,16 @@ class KeepingCheckpointManager(CheckpointManager):
     # ------------------------------------------------------------------------------------------------------ loading
 
     def _load(self, step: int = -1) -> bool:
-        """Load the newest whole checkpoint of the run, else the initial one.
+        """Load the newest checkpoint of the run whose files are all there, else the initial one.
 
         Raises:
             RunFolderError: what the run had saved is gone, or the checkpoint lacks files.
             ConfigError: the initial checkpoint has trained all the steps of this run already.
         """
-        folder = Path(self.folder)
-        newest = checkpoints.resume_step(self._run, folder)
+        newest = self._agreed_step()
         if newest is not None:
-            source, way_out = folder / f"step-{newest}", "Remove it, and an older one takes its place"
-            if self._is_first and (saved := checkpoints.newest_saved(self._run) or newest) > newest:
-                logger.warning(f"{folder}: step {saved} was saved and is gone; going on from step {newest}")
+            step, source = newest, Path(self.folder) / f"step-{newest}"
+            way_out = "Start the run again, and it goes on from an older one"
         else:
             source, way_out = self.initial_load_path, "Give another training.initial_checkpoint"
             self._check_initial()
@@ -75,6 +75,51 @@ class KeepingCheckpointManager(CheckpointManager):
                 f"{source}: the checkpoint is not whole any more, {lacking[0].filename} is missing (a folder on scratch is "
                 f"cleaned by the site). {way_out}"
             ) from error
+
+    def _agreed_step(self) -> int | None:
+        """The step that all ranks go on from, as rank 0 finds it; None for a run that saved nothing yet.
+
+        Raises RunFolderError, on every rank.
+        """
+        said: list[Any] = [None, None]
+        if self._is_first:
+            try:
+                said[0] = self._newest_with_all_files()
+            except RunFolderError as error:
+                said[1] = str(error)
+        dist.broadcast_object_list(said, 0)
+        if said[1] is not None:
+            raise RunFolderError(said[1])
+        return said[0]
+
+    def _newest_with_all_files(self) -> int | None:
+        """Where to go on from; says what is lost, and takes damaged checkpoints that are newer out of the way."""
+        folder = Path(self.folder)
+        damaged: dict[int, str] = {}
+        while (newest := checkpoints.resume_step(self._run, folder, damaged)) is not None:
+            if not (what := _damage(folder / f"step-{newest}")):
+                break
+            damaged[newest] = what
+        if newest is None:
+            return None
+        lost = []
+        if (saved := checkpoints.newest_saved(self._run) or newest) > max((newest, *damaged)):
+            lost.append(f"step {saved} was saved and is gone")
+        for checkpoint in checkpoints.found(folder):
+            if checkpoint.step in damaged:
+                try:
+                    aside = checkpoints.leave_out(checkpoint)
+                except OSError as error:
+                    raise RunFolderError(
+                        f"{checkpoint.path}: the checkpoint {damaged[checkpoint.step]} and can't be moved out of the way "
+                        f"({error.strerror or error}). Remove it, and the run goes on from step {newest}"
+                    ) from error
+                lost.append(
+                    f"step-{checkpoint.step} {damaged[checkpoint.step]}, and is left out as {aside.name}"
+                )
+        if lost:
+            logger.warning(f"{folder}: {'; '.join(lost)}; going on from step {newest}")
+        return newest
 
     def _check_initial(self) -> None:
         """Upstream trains nothing from a checkpoint of the last step, and fails in the schedule with a later one."""
@@ -133,6 +178,20 @@ class KeepingCheckpointManager(CheckpointManager):
                 self.purge_queue.put(str(checkpoints.set_aside(old)))
             except OSError as error:
                 logger.warning(f"{old.path} can't be removed: {error}")
+
+
+def _damage(checkpoint: Path) -> str:
+    """What is wrong with a checkpoint that was finished, in words; empty if its data files are all there.
+
+    Reads its metadata and lists its folder, and touches no data file.
+    """
+    try:
+        stored = FileSystemReader(checkpoint).read_metadata().storage_data
+        files = {info.relative_path for info in stored.values()}
+        missing = files.difference(os.listdir(checkpoint))
+    except Exception as error:  # of unpickling, whatever a cut file holds
+        return f"can't be read ({error!r})"
+    return f"lacks {len(missing)} of its {len(files)} data files" if missing else ""
 
 
 def _step_of(checkpoint: str) -> int:

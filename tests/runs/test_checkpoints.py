@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,10 +74,27 @@ def test_cut_ones_are_removed_with_what_a_removal_left(tmp_path: Path) -> None:
     assert checkpoints.remove_cut(tmp_path / "none") == []
 
 
-def test_upstream_takes_nothing_that_was_set_aside_for_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("away", [checkpoints.set_aside, checkpoints.leave_out])
+def test_nothing_that_is_out_of_the_way_is_taken_for_a_checkpoint(
+    tmp_path: Path, away: Callable[[Checkpoint], Path]
+) -> None:
     put(tmp_path, 5)
-    aside = checkpoints.set_aside(checkpoints.found(tmp_path)[0])
+    aside = away(checkpoints.found(tmp_path)[0])
     assert not re.search(r"step-(\d+)", aside.name), "CheckpointManager._find_load_step looks for this"
+    assert checkpoints.found(tmp_path) == []
+
+
+def test_a_damaged_one_is_kept_and_its_step_can_be_damaged_again(tmp_path: Path) -> None:
+    kept = set()
+    for _ in range(2):
+        put(tmp_path, 5)
+        kept.add(checkpoints.leave_out(checkpoints.found(tmp_path)[0]))
+    put(tmp_path, 6)
+    assert checkpoints.half_removed(tmp_path) == []
+    assert checkpoints.remove_cut(tmp_path) == []
+    assert len(kept) == 2
+    assert all((path / ".metadata").is_file() and path.name.startswith("damaged-5-") for path in kept)
+    assert checkpoints.newest(tmp_path) == 6
 
 
 # ------------------------------------------------------------------------------------------------------- where they lie
@@ -142,9 +160,22 @@ def test_a_run_that_saved_nothing_starts_and_one_whose_checkpoints_are_gone_does
         checkpoints.note_saved(run, step)
     assert checkpoints.resume_step(run, folder) == 30
     assert checkpoints.describe(run) == f"2, the newest of step 30, in {folder}"
+    assert checkpoints.resume_step(run, folder, {30: "lacks 1 of its 2 data files"}) == 20
+    with pytest.raises(RunFolderError) as caught:
+        checkpoints.resume_step(run, folder, {30: "lacks one", 20: "lacks two"})
+    for part in (
+        "saved step 30",
+        "that of step 30 lacks one; that of step 20 lacks two",
+        f"rerun={run.name}",
+    ):
+        assert part in str(caught.value)
     (folder / "step-30" / ".metadata").unlink()
     assert checkpoints.resume_step(run, folder) == 20
     assert "the newest of step 20, but step 30 is gone" in str(checkpoints.describe(run))
+    put(folder, 25)
+    checkpoints.note_saved(run, 25)
+    assert checkpoints.describe(run) == f"2, the newest of step 25, in {folder}", "30 is not missed any more"
+    checkpoints.note_saved(run, 30)
     shutil.rmtree(folder.parent)
     assert run.checkpoints.is_symlink()
     assert checkpoints.place(run, None) == folder

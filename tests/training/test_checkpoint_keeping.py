@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import threading
@@ -17,12 +18,13 @@ import torch.distributed.checkpoint as dcp
 from compose import composed
 from ranks import run_ranks
 from torch.distributed.checkpoint import FileSystemWriter
+from torchtitan.tools.logging import logger
 
 from europa_exp.config import io
 from europa_exp.config.schema import Config
 from europa_exp.runs import checkpoints
 from europa_exp.runs.folder import RunFolder
-from europa_exp.training.checkpointing import KeepingCheckpointManager, _step_of
+from europa_exp.training.checkpointing import KeepingCheckpointManager, _damage, _step_of
 
 pytestmark = pytest.mark.slow
 
@@ -43,6 +45,10 @@ def train(
     frozen: str, folder: str, after_step: Callable[..., None] | None, stop_at: int | None
 ) -> dict[str, Any]:
     """Train; ``after_step(step, place, manager)`` is called on rank 0 once a step is done and saved. What this rank saw."""
+    warned: list[str] = []
+    heard = logging.Handler(logging.WARNING)
+    heard.emit = lambda record: warned.append(record.getMessage())
+    logger.addHandler(heard)
     from europa_exp.training.assemble import build_trainer
     from europa_exp.training.stopping import Stopped
 
@@ -65,7 +71,7 @@ def train(
     with contextlib.suppress(Stopped):
         trainer.train()
     trainer.close()
-    return {"losses": losses, "step": trainer.step}
+    return {"losses": losses, "step": trainer.step, "warned": warned}
 
 
 def on_ranks(
@@ -188,14 +194,84 @@ def test_on_scratch_it_goes_on_and_refuses_to_begin_again_when_that_was_cleaned(
     second = on_ranks(cfg, run)
     assert sorted(second["losses"]) == list(range(first["step"] + 1, 5))
 
-    data = next((place / "step-4").glob("__1_*.distcp"))
-    data.rename(tmp_path / "away")
-    with pytest.raises(AssertionError, match=r"RunFolderError.*step-4: the checkpoint is not whole.*missing"):
-        on_ranks(cfg, run)
     shutil.rmtree(place.parent)
     with pytest.raises(AssertionError, match=rf"RunFolderError: {place}: run has saved step 4 there"):
         on_ranks(cfg, run)
     assert not place.parent.exists() or checkpoints.newest(place) is None
+
+
+# ------------------------------------------------------------------------------------------------- when files are gone
+
+
+def lose_one(checkpoint: Path) -> str:
+    next(checkpoint.glob("__1_*.distcp")).unlink()
+    return "lacks 1 of its 2 data files"
+
+
+def lose_all(checkpoint: Path) -> str:
+    for data in checkpoint.glob("*.distcp"):
+        data.unlink()
+    return "lacks 2 of its 2 data files"
+
+
+def cut_metadata(checkpoint: Path) -> str:
+    os.truncate(checkpoint / ".metadata", 100)
+    return "can't be read ("
+
+
+def saving(*overrides: str) -> Config:
+    return on_two("training.checkpoint_every=2", "optimizer.warmup_steps=0", *overrides)
+
+
+def test_goes_on_from_the_newest_whose_files_are_all_there(tmp_path: Path) -> None:
+    first = on_ranks(saving("training.steps=8", "training.checkpoint_keep=4"), tmp_path)
+    place = tmp_path / "checkpoints"
+    assert names(place) == {"step-2", "step-4", "step-6", "step-8"}
+    what = {8: lose_one(place / "step-8"), 6: cut_metadata(place / "step-6")}
+
+    second = on_ranks(saving("training.steps=8", "training.checkpoint_keep=2"), tmp_path)
+    assert second["losses"] == {step: first["losses"][step] for step in (5, 6, 7, 8)}
+    (warning,) = [text for text in second["warned"] if str(place) in text]
+    assert warning.endswith("going on from step 4")
+    left_out = names(place) - {"step-6", "step-8"}
+    assert sorted(name.rpartition("-")[0] for name in left_out) == ["damaged-6", "damaged-8"]
+    for name in left_out:
+        step = int(name.split("-")[1])
+        assert f"step-{step} {what[step]}" in warning
+        assert f"is left out as {name}" in warning
+        assert _damage(place / name).startswith(what[step]), "its step was saved again, and not into it"
+    assert not any(_damage(place / f"step-{step}") for step in (6, 8))
+
+    third = on_ranks(saving("training.steps=9", "training.checkpoint_keep=2"), tmp_path)
+    assert sorted(third["losses"]) == [9]
+    assert not [text for text in third["warned"] if str(place) in text], "it is told once"
+    assert left_out < names(place)
+
+
+def two_good_ones_as_soon_as_there_are(step: int, place: Path, manager: KeepingCheckpointManager) -> None:
+    good = [c.step for c in checkpoints.found(place) if c.whole and not _damage(c.path)]
+    assert good == {2: [2], 3: [2], 4: [2, 4], 5: [2, 4], 6: [4, 6]}[step]
+
+
+def test_the_last_good_one_outlives_a_damaged_one_that_is_newer(tmp_path: Path) -> None:
+    on_ranks(saving("training.steps=4"), tmp_path)
+    lose_all(tmp_path / "checkpoints" / "step-4")
+    longer = saving("training.steps=6", "training.checkpoint_keep=2")
+    assert min(on_ranks(longer, tmp_path, two_good_ones_as_soon_as_there_are)["losses"]) == 3
+
+
+def test_none_whole_is_one_clear_error_and_nothing_is_moved(tmp_path: Path) -> None:
+    cfg = saving("training.steps=4")
+    on_ranks(cfg, tmp_path)
+    place = tmp_path / "checkpoints"
+    what = {step: lose(place / f"step-{step}") for step, lose in ((4, lose_all), (2, lose_one))}
+    with pytest.raises(AssertionError) as caught:
+        on_ranks(cfg, tmp_path)
+    said = str(caught.value)
+    assert f"RunFolderError: {place}: {tmp_path.name} has saved step 4 there" in said
+    assert f"that of step 4 {what[4]}; that of step 2 {what[2]}" in said
+    assert f"rerun={tmp_path.name}" in said
+    assert names(place) == {"step-2", "step-4"}
 
 
 # ---------------------------------------------------------------------------------------------- an initial checkpoint
