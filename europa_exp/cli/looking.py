@@ -183,21 +183,22 @@ def _origin(entry: "Entry") -> list[tuple[str, str]]:
 
 
 def _measured(run: "RunFolder") -> list[tuple[str, str]]:
+    from europa_exp.runs.metrics import counted
     from europa_exp.runs.quantities import Value, quantity
     from europa_exp.runs.statistics import estimate, sample, warmup_steps
     from europa_exp.runs.table import value_text
 
     try:
-        rows = run.metrics()
+        rows = counted(run.metrics())
     except Exception:  # the problem is told under "wrong"
         return []
     if not rows:
         return [("steps", "none logged")]
-    warm = warmup_steps(len({row.get("step") for row in rows}))
+    warm = warmup_steps(len(rows))
     found = [
         (
             "steps",
-            f"{len(rows)} logged, the last is step {max(int(r['step']) for r in rows)}; warm-up: {warm} of them",
+            f"{len(rows)} logged, the last is step {rows[-1]['step']}; warm-up: {warm} of them",
         )
     ]
     keys = dict.fromkeys(key for row in rows for key in row if key not in ("step", "time"))

@@ -25,7 +25,7 @@ from typing import Any
 from europa_exp.runs.folder import RunFolder, RunFolderError
 from europa_exp.runs.lines import LineWriter
 from europa_exp.runs.lookup import LookupFailed
-from europa_exp.runs.metrics import read_metrics
+from europa_exp.runs.metrics import counted, read_metrics
 from europa_exp.runs.status import now
 
 COLLECTIVES_FILE = "collectives.jsonl"
@@ -90,7 +90,8 @@ def collectives_file(run: RunFolder) -> Path:
 
 
 def table(run: RunFolder, step: int | None = None) -> Table:
-    """The table of a logged step of ``run``, by default of the newest; of a step that was done twice, the later one.
+    """The table of a logged step of ``run``, by default of the newest; what a later attempt did again counts
+    as it did it (``metrics.counted``).
 
     Raises:
         LookupFailed: the run recorded no tables, or none of that step.
@@ -112,7 +113,7 @@ def table(run: RunFolder, step: int | None = None) -> Table:
 
 def _tables(path: Path) -> list[Table]:
     try:
-        lines = read_metrics(path).rows
+        lines = counted(read_metrics(path).rows)
     except OSError as error:
         raise RunFolderError(f"{path} can't be read: {error.strerror or error}") from error
     names = {field.name for field in fields(Row)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,20 @@ def read_metrics(path: str | os.PathLike[str]) -> MetricsRead:
             else:
                 found.skipped.append((number, str(error)))
     return MetricsRead(found.rows, cut, found.skipped)
+
+
+def counted(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that count, by step, of rows in the order of writing.
+
+    A later attempt goes on from a checkpoint: what an earlier one had logged from there on is done again, or was never
+    reached again. Either way it belongs to the attempt that was lost, however far that had come.
+    """
+    kept: list[dict[str, Any]] = []
+    for row in rows:
+        while kept and kept[-1]["step"] >= row["step"]:
+            kept.pop()
+        kept.append(row)
+    return kept
 
 
 def to_line(metrics: Mapping[str, Any], step: int) -> str:

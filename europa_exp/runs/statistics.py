@@ -39,7 +39,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median, variance
+from typing import Any
 
+from europa_exp.runs.metrics import counted
 from europa_exp.runs.quantities import Noise, Quantity, Value
 
 ALPHA = 0.05
@@ -109,16 +111,17 @@ class Estimate:
 
 
 def sample(
-    rows: Sequence[dict[str, object]], what: Quantity, warmup: int | None = None, seed: object = None
+    rows: Sequence[dict[str, Any]], what: Quantity, warmup: int | None = None, seed: object = None
 ) -> Sample:
-    """Take one quantity from the logged steps of one run. ``warmup`` is a number of logged steps; None is the rule above."""
-    series = by_step(rows, what.key)
+    """Take one quantity from the logged steps of one run, in the order of writing; of what was done again the last counts.
+    ``warmup`` is a number of logged steps; None is the rule above."""
+    rows = counted(rows)
+    series = _series(rows, what.key)
     if not series:
         return Sample(None, seed=seed)
-    skip = warmup_steps(len({_step(row) for row in rows})) if warmup is None else warmup
+    skip = warmup_steps(len(rows)) if warmup is None else warmup
     if what.value is Value.median:
-        first = sorted({s for s in (_step(row) for row in rows) if s is not None})[skip:]
-        kept = [(s, v) for s, v in series if first and s >= first[0]]
+        kept = [(s, v) for s, v in series if skip < len(rows) and s >= rows[skip]["step"]]
     elif what.value is Value.end:
         kept = series[-max(1, math.ceil(len(series) / 10)) :]
     else:
@@ -142,19 +145,10 @@ def warmup_steps(logged: int) -> int:
     return max(2, math.ceil(logged / 10))
 
 
-def by_step(rows: Sequence[dict[str, object]], key: str) -> list[tuple[int, float]]:
-    """The values of ``key`` in the order of steps. A step logged twice (after a resume) counts with its last value."""
-    found: dict[int, float] = {}
-    for row in rows:
-        step, value = _step(row), row.get(key)
-        if step is not None and isinstance(value, int | float) and not isinstance(value, bool):
-            found[step] = float(value)
-    return sorted(found.items())
-
-
-def _step(row: dict[str, object]) -> int | None:
-    step = row.get("step")
-    return step if isinstance(step, int) else None
+def _series(rows: Sequence[dict[str, Any]], key: str) -> list[tuple[int, float]]:
+    """(step, value) of the rows that hold a number under ``key``."""
+    found = [(row["step"], row.get(key)) for row in rows]
+    return [(s, float(v)) for s, v in found if isinstance(v, int | float) and not isinstance(v, bool)]
 
 
 def spread(values: Sequence[float]) -> float | None:

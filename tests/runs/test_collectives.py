@@ -31,13 +31,16 @@ def test_tables_come_back_and_unmeasured_times_are_absent(tmp_path: Path) -> Non
     assert first["rows"][1]["max_seconds"] == 0.5
 
 
-def test_a_step_that_was_done_again_counts_as_the_later_one(tmp_path: Path) -> None:
+def test_what_a_lost_attempt_recorded_gives_way_to_the_next_one(tmp_path: Path) -> None:
+    """The first attempt came to step 4; the second went on from step 1 and has come to step 3."""
     run = make_run(tmp_path)
     with CollectivesWriter(collectives_file(run)) as writer:
-        for calls, step in enumerate((1, 2, 3, 2)):
+        for calls, step in enumerate((1, 2, 3, 4, 2, 3)):
             writer.write(step, 1, 4, [replace(GATHER, calls=calls)])
     assert table(run).step == 3
-    assert table(run, 2).rows[0].calls == 3
+    assert [table(run, step).rows[0].calls for step in (1, 2, 3)] == [0, 4, 5]
+    with pytest.raises(LookupFailed, match="3 steps from 1 to 3"):
+        table(run, 4)
 
 
 def test_broken_lines_are_left_out_and_fields_of_a_later_version_too(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import make_run
 
-from europa_exp.runs.metrics import MetricsWriter, read_metrics, to_line
+from europa_exp.runs.metrics import MetricsWriter, counted, read_metrics, to_line
 
 
 def test_lines_come_back_in_order(tmp_path: Path) -> None:
@@ -24,6 +24,25 @@ def test_lines_come_back_in_order(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [1, 2]
     assert isinstance(rows[0]["tokens_seen"], int)
     assert rows[0]["time"].endswith("+00:00")
+
+
+@pytest.mark.parametrize(
+    ("written", "counts"),
+    [
+        ([], []),
+        ("a1 a2 a3", "a1 a2 a3"),
+        ("a1 a5 a10 b5 b10 b15", "a1 b5 b10 b15"),
+        # Far back, from an older checkpoint than the newest, and not yet or never as far again.
+        ("a2 a4 a6 a8 b4", "a2 b4"),
+        ("a1 a2 a3 b1", "b1"),
+        ("a2 a4 b4 b6 c4", "a2 c4"),
+        # The second attempt logged nothing, the third goes on behind it.
+        ("a2 a4 c6", "a2 a4 c6"),
+    ],
+)
+def test_of_attempts_the_steps_count_that_led_to_where_the_run_is(written: str, counts: str) -> None:
+    rows = [{"step": int(word[1:]), "attempt": word[0]} for word in written and written.split()]
+    assert [f"{row['attempt']}{row['step']}" for row in counted(rows)] == (counts and counts.split())
 
 
 def test_what_is_not_finite_is_valid_json_and_comes_back(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from europa_exp.runs.quantities import quantity
 from europa_exp.runs.statistics import (
     Estimate,
     Sample,
-    by_step,
     estimate,
     independent,
     judge,
@@ -62,14 +61,22 @@ def test_warm_up_is_two_steps_or_a_tenth() -> None:
     assert [warmup_steps(n) for n in (0, 5, 20, 21, 60)] == [2, 2, 2, 3, 6]
 
 
-def test_value_leaves_warm_up_out_and_counts_a_repeated_step_once() -> None:
+def test_value_leaves_warm_up_out() -> None:
     rows = [{"step": s, "time/step_s": 9.0 if s < 3 else 1.0} for s in range(1, 21)]
     found = sample(rows, STEP)
     assert (found.value, found.dropped, len(found.used)) == (1.0, 2, 18)
     assert sample(rows, STEP, warmup=0).used[0] == (1, 9.0)
     assert sample(rows, STEP, warmup=20).value is None
-    # After a resume a step is logged again: the later line is the run's.
-    assert by_step([*rows, {"step": 20, "time/step_s": 7.0}], "time/step_s")[-1] == (20, 7.0)
+
+
+def test_steps_of_a_lost_attempt_do_not_count_beyond_where_the_next_one_went_on() -> None:
+    """The first attempt came to step 40, the second goes on from 20 and ends at 30."""
+    rows = [{"step": s, LOSS.key: 5.0, MEMORY.key: 9.0, STEP.key: 1.0} for s in range(1, 41)]
+    rows += [{"step": s, LOSS.key: 2.0, MEMORY.key: 4.0, STEP.key: 3.0} for s in range(21, 31)]
+    assert sample(rows, LOSS).used == ((28, 2.0), (29, 2.0), (30, 2.0))
+    assert [s for s, _ in sample(rows, STEP).used] == list(range(4, 31))
+    assert sample(rows, STEP).used[-10:] == tuple((s, 3.0) for s in range(21, 31))
+    assert sample(rows[20:], MEMORY).value == 4.0
 
 
 def test_warm_up_counts_logged_steps_although_a_quantity_came_later() -> None:
