@@ -15,7 +15,8 @@ from making import config, make_run
 from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.slurm_record import SlurmState, Step
 from europa_exp.runs.status import State
-from europa_exp.runs.why import MOST_LINES, MOST_PLACES, Explanation, explain
+from europa_exp.runs.why import Explanation, explain
+from europa_exp.runs.why.explanation import MOST_LINES, MOST_PLACES
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

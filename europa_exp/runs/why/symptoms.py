@@ -8,32 +8,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from enum import StrEnum
 
-
-class Cause(StrEnum):
-    """Why a run stands where it stands."""
-
-    completed = "completed"
-    going_on = "going_on"
-    cancelled = "cancelled"
-    device_memory = "device_memory"
-    host_memory = "host_memory"
-    collective_timeout = "collective_timeout"
-    lost_rank = "lost_rank"
-    node_failure = "node_failure"
-    time_limit = "time_limit"
-    preempted = "preempted"
-    bad_configuration = "bad_configuration"
-    non_finite_loss = "non_finite_loss"
-    exception = "exception"
-    killed = "killed"
-    disk_full = "disk_full"
-    memory_floor = "memory_floor"
-    too_many_attempts = "too_many_attempts"
-    not_started = "not_started"
-    launcher = "launcher"
-    unknown = "unknown"
+from europa_exp.runs.why.explanation import Cause
 
 
 @dataclass(frozen=True)
@@ -48,6 +24,23 @@ class Symptom:
 def _symptom(cause: Cause, *patterns: str, sure: bool = True) -> Symptom:
     return Symptom(cause, re.compile("|".join(patterns), re.IGNORECASE), sure)
 
+
+TIMED_OUT = _symptom(
+    Cause.collective_timeout,
+    # torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (strings of libtorch_cuda.so).
+    r"Watchdog caught collective operation timeout: WorkNCCL",
+    r"Timeout at collective:",
+    r"ranks? \[[\d, ]+\] are the lagging ranks that caused this timeout",
+    # gloo/transport/tcp/unbound_buffer.cc; met.
+    r"Timed out waiting \d+ms for (?:recv|send) operation to complete",
+    # ProcessGroupGloo.cpp; the first one met.
+    r"Rank \d+ failed to pass monitoredBarrier in \d+ ms",
+    r"timed out in monitoredBarrier after \d+",
+    # TCPStore.cpp and socket.cpp; met.
+    r"Timed out after \d+ seconds waiting for clients\. \d+/\d+ clients joined",
+    r"The client socket has timed out after \d+\s?ms while trying to connect",
+    r"wait timeout after \d+ms, keys:",
+)
 
 IN_RANKS = (
     _symptom(
@@ -85,22 +78,7 @@ IN_RANKS = (
         sure=False,
     ),
     _symptom(Cause.non_finite_loss, r"Loss is not finite"),  # torchtitan/trainer.py
-    _symptom(
-        Cause.collective_timeout,
-        # torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (strings of libtorch_cuda.so).
-        r"Watchdog caught collective operation timeout: WorkNCCL",
-        r"Timeout at collective:",
-        r"ranks? \[[\d, ]+\] are the lagging ranks that caused this timeout",
-        # gloo/transport/tcp/unbound_buffer.cc; met.
-        r"Timed out waiting \d+ms for (?:recv|send) operation to complete",
-        # ProcessGroupGloo.cpp; the first one met.
-        r"Rank \d+ failed to pass monitoredBarrier in \d+ ms",
-        r"timed out in monitoredBarrier after \d+",
-        # TCPStore.cpp and socket.cpp; met.
-        r"Timed out after \d+ seconds waiting for clients\. \d+/\d+ clients joined",
-        r"The client socket has timed out after \d+\s?ms while trying to connect",
-        r"wait timeout after \d+ms, keys:",
-    ),
+    TIMED_OUT,
     _symptom(
         Cause.lost_rank,
         # gloo/transport/tcp/pair.cc; met.
@@ -150,9 +128,25 @@ BAD_CONFIGURATION = frozenset(
 )
 """Exceptions of ours and of OmegaConf that say that what was asked for can't be done."""
 
+ECHOES = frozenset({"RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError"})
+"""Exceptions with which ranks meet the end of another rank; only their words tell whether they do."""
+
+CRASH = re.compile(r"^Fatal Python error: ")
+"""Begins what faulthandler prints of a crash in native code; the stack follows, the innermost frame first."""
+
 LATE_IN_BARRIER = re.compile(r"Rank (\d+) failed to pass monitoredBarrier")
 LAGGING = re.compile(r"ranks? \[([\d, ]+)\] are the lagging ranks")
 JOINED = re.compile(r"(\d+)/(\d+) clients joined")
 ENQUEUED = re.compile(r"last enqueued work: (\d+)")
 COLLECTIVE = re.compile(r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+)")
 SIGNAL = re.compile(r"signal (\d+) \((SIG\w+)\)")
+
+
+def first_in(text: str) -> Symptom | None:
+    """The first of ``IN_RANKS`` that a line of ``text`` shows."""
+    return next((symptom for symptom in IN_RANKS if search_lines(symptom.pattern, text)), None)
+
+
+def search_lines(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """The first line of ``text`` that fits."""
+    return next((found for line in text.split("\n") if (found := pattern.search(line))), None)

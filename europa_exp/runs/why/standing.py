@@ -1,0 +1,82 @@
+"""Runs that did not fail: completed, still going on, or cancelled."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from europa_exp.runs.why import evidence
+from europa_exp.runs.why.case import Case
+from europa_exp.runs.why.explanation import Cause, Explanation, bounded, proof
+from europa_exp.runs.why.record import from_record
+
+GOING_ON = frozenset({"created", "queued", "loading", "running"})
+"""States of a run that may still come to an end."""
+
+_BETWEEN_ATTEMPTS = ("queued", "loading")
+
+
+def completed(case: Case) -> Explanation:
+    tries = len(case.attempts)
+    again = f" in {tries} attempts" if tries > 1 else ""
+    note = case.status.extra.get("metrics")
+    lines = []
+    if isinstance(note, dict) and note.get("incomplete"):
+        lines = proof(evidence.STATUS, f"metrics are incomplete: {note.get('problem')}")
+    return case.explained(Cause.completed, f"it completed{again}", lines, [f"europa show {case.run.name}"])
+
+
+def going_on(case: Case) -> Explanation:
+    """It runs or waits; of one that waits to be tried again, also why the attempt before ended."""
+    running, name = case.state == "running", case.run.name
+    title = {"running": "it is running", "loading": "its job has begun, its ranks have not yet"}
+    reason = case.status.extra.get("reason")
+    ended = [attempt for attempt in case.attempts if attempt.get("reason")]
+    found = case.explained(
+        Cause.going_on,
+        title.get(case.state, "it waits"),
+        [
+            *(proof(evidence.STATUS, reason) if isinstance(reason, str) and not running else []),
+            *evidence.history(ended),
+            *(proof(evidence.SLURM, case.slurm.text()) if case.slurm is not None else []),
+        ],
+        [f"europa logs {name} -f" if running else f"europa status {name} --watch"],
+    )
+    # While it waits, the error records are still those of the attempt before.
+    last = from_record(case) if ended and case.state in _BETWEEN_ATTEMPTS else None
+    if last is None:
+        return found
+    return replace(
+        found,
+        title=f"{found.title} to be tried again; the last time: {last.title}",
+        rank=last.rank,
+        node=last.node,
+        evidence=bounded([*found.evidence, *last.evidence]),
+        behind=last.behind,
+    )
+
+
+def cancelled(case: Case) -> Explanation:
+    """By whom, as far as anybody knows."""
+    asked, by, lines = case.status.extra.get("cancel_asked"), "", []
+    if isinstance(asked, dict):
+        by = f" by {asked.get('by')} (europa cancel)"
+        lines += proof(evidence.STATUS, f"cancelled by {asked.get('by')} at {asked.get('at')}")
+    elif case.slurm is not None and case.slurm.by:
+        by = f" by user id {case.slurm.by} (scancel)"
+    launcher = case.launcher_log()
+    index = launcher.find(
+        re.compile(r"stopping: the launcher was told to|the job is cancelled|SIGTERM; Slurm says")
+    )
+    if index is not None:
+        lines += launcher.around(index)
+        if not by and "launcher was told to" in launcher.lines[index]:
+            by = " at the launcher (Ctrl-C, or a signal to it)"
+    lines += evidence.of_slurm(case)
+    lines += evidence.in_jobs(case, re.compile(r"\*\*\* (?:JOB|STEP) .* CANCELLED AT"))
+    return case.explained(
+        Cause.cancelled,
+        f"it was cancelled{by}",
+        lines,
+        [f"To run it again: python launch.py rerun={case.run.name}"],
+    )
