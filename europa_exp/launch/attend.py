@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from europa_exp.launch.dispatch import LAST_SECONDS
+from europa_exp.runs import commands
 from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.status import State
 
@@ -99,7 +98,7 @@ def attend(
             job.stop()
         job.reap()
     _close_accounts(job, rows, cancelled=bool(stops.count))
-    return report(rows, sweep, time.monotonic() - begin, interrupted=bool(stops.count), done=done)
+    return report(rows, time.monotonic() - begin, interrupted=bool(stops.count), done=done)
 
 
 def _close_accounts(job: LocalJob, rows: Sequence[Row], *, cancelled: bool) -> None:
@@ -136,7 +135,6 @@ def _close_accounts(job: LocalJob, rows: Sequence[Row], *, cancelled: bool) -> N
 
 def report(
     rows: Sequence[Row],
-    sweep: str | None,
     seconds: float,
     *,
     interrupted: bool,
@@ -150,21 +148,30 @@ def report(
     for row in rows:
         if row.status.state is State.unknown:
             print(f"{row.run.name}: {row.status.reason}; was the folder removed while the run was going on?")
+    runs = [row.run for row in rows]
+    sweep = commands.sweep_of(runs)
     if len(completed) + len(done) > 1 and not interrupted:
-        print_comparison([*(row.run for row in rows), *done], f"sweep {sweep}" if sweep else "")
-    where = _elsewhere(rows[0].run.path.parent)
-    ended_badly = next((row for row in rows if row.status.state is State.failed), None)
+        print_comparison([*runs, *done], f"sweep {sweep}" if sweep else "")
+    where = runs[0].path.parent
+    ended_badly = next((row.run for row in rows if row.status.state is State.failed), None)
     if ended_badly is not None:
-        print(f"Next: europa why {ended_badly.run.name}{where}")
+        print(f"Next: {commands.europa('why', ended_badly.name, runs_dir=where)}")
     if len(rows) > 1 and sweep and completed:
-        print(f"Next: europa compare --sweep {sweep}{where}")
-    elif len(completed) > 1:  # repeats of one experiment
-        print(f"Next: europa compare {completed[0].run.provenance().get('identity')}{where}")
+        print(f"Next: {commands.europa('compare', '--sweep', sweep, runs_dir=where)}")
+    elif len(completed) > 1:
+        which = _by_hash([row.run for row in completed])
+        print(f"Next: {commands.europa('compare', *which, runs_dir=where)}")
     elif completed:
-        print(f"Next: europa show {completed[0].run.name}{where}")
+        print(f"Next: {commands.europa('show', completed[0].run.name, runs_dir=where)}")
     if interrupted:
         return INTERRUPTED
     return 0 if len(completed) == len(rows) else 1
+
+
+def _by_hash(runs: Sequence[RunFolder]) -> list[str]:
+    """The hash that stands for all repeats of one experiment; the names of runs of several."""
+    identities = {str(run.provenance().get("identity")) for run in runs}
+    return list(identities) if len(identities) == 1 else [run.name for run in runs]
 
 
 def print_comparison(runs: Sequence[RunFolder], title: str = "") -> None:
@@ -178,8 +185,3 @@ def print_comparison(runs: Sequence[RunFolder], title: str = "") -> None:
     except Exception as error:
         # The runs are done and recorded; how they look side by side must not turn that into a failure.
         print(f"the comparison can't be shown: {error}", file=sys.stderr)
-
-
-def _elsewhere(runs_dir: Path) -> str:
-    """The option that the console script needs to find runs that are not in ./runs."""
-    return "" if runs_dir.resolve() == Path("runs").resolve() else f" --runs-dir {shlex.quote(str(runs_dir))}"

@@ -5,7 +5,6 @@ Watching asks nothing of the runs. Ctrl-C, a closed terminal or a lost connectio
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from europa_exp.config import schema
 from europa_exp.launch import squeue
 from europa_exp.launch.attend import INTERRUPTED, Stops, report
 from europa_exp.launch.slurm_runs import OPEN, jobs_of
+from europa_exp.runs import commands
 from europa_exp.runs.status import State
 
 if TYPE_CHECKING:
@@ -64,20 +64,16 @@ def attend(handed: Handed, launch: schema.Launch, stops: Stops) -> int:
             print(f"No longer watching; {alive} of {len(rows)} runs go on.")
             say_next(handed, launch)
         return INTERRUPTED
-    return report(rows, handed.sweep, time.monotonic() - begin, interrupted=False)
+    return report(rows, time.monotonic() - begin, interrupted=False)
 
 
 def say_next(handed: Handed, launch: schema.Launch) -> None:
     """What to type to see, or to stop, runs that go on without this command."""
     if not handed.runs:
         return
-    if handed.sweep is not None:
-        which = f"--sweep {handed.sweep}"
-    else:
-        which = handed.runs[0][1].name
-    where = "" if launch.runs_dir == "runs" else f" --runs-dir {os.path.relpath(launch.runs_dir)}"
-    print(f"Next: europa status {which}{where} --watch")
-    print(f"To cancel: europa cancel {which}{where}")
+    which = commands.naming([run for _, run in handed.runs])
+    print(f"Next: {commands.europa('status', *which, '--watch', runs_dir=launch.runs_dir)}")
+    print(f"To cancel: {commands.europa('cancel', *which, runs_dir=launch.runs_dir)}")
 
 
 class Watch:

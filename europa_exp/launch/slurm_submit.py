@@ -29,9 +29,9 @@ FAILED = 1
 
 @dataclass
 class Handed:
-    """What came of a submission. ``runs`` are pairs of all points of the call that are, or were, with Slurm."""
+    """What came of a submission. ``runs`` are pairs of all points of the call that are, or were, with Slurm; those that were
+    there before belong to the sweep of the call that created them."""
 
-    sweep: str | None
     code: int = 0
     runs: list[tuple[Point, RunFolder]] = field(default_factory=list)
 
@@ -69,7 +69,7 @@ def submit(
         elif sweep is not None:
             record = Record.read(sweep_record.place(runs_dir, sweep), sweep)
         sorted_out = sort_out(todo, launch, sweep, key, record, runs_dir, code)
-        handed = Handed(sweep, 0, list(sorted_out.already))
+        handed = Handed(0, list(sorted_out.already))
         if not (sorted_out.fresh or sorted_out.again):
             if record is not None and key in record.unfinished:
                 record.unfinished.remove(key)

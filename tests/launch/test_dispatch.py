@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from launching import CODE, config, point
 
 from europa_exp.config.schema import Executor
 from europa_exp.launch import already, arrays, attend_slurm, follow, slurm_runs, squeue, submit, sweep_record
+from europa_exp.launch.attend import Stops, report
 from europa_exp.launch.slurm_runs import Life
+from europa_exp.launch.slurm_submit import Handed
 from europa_exp.launch.sweep_record import Record
 from europa_exp.runs.folder import NewRun, RunFolder, RunFolderError, create_runs
 from europa_exp.runs.slurm_record import Answer, SlurmState
@@ -319,19 +322,81 @@ def test_a_rank_that_is_left_can_still_change_the_end(tmp_path, answers, monkeyp
     assert said == ["job 7 still runs, though its runs are over"]
 
 
-def test_what_to_type_next(tmp_path, monkeypatch, capsys):
-    from europa_exp.launch.slurm_submit import Handed
+# ----------------------------------------------------------------------------------------------------- what to type next
 
-    monkeypatch.chdir(tmp_path)
-    [run] = made(tmp_path / "runs", slurm_config())
-    pairs = [(point(slurm_config()), run)]
-    cfg = slurm_config()
-    cfg.launch.runs_dir = "runs"
-    attend_slurm.say_next(Handed("s", 0, pairs), cfg.launch)
-    attend_slurm.say_next(Handed(None, 0, pairs), cfg.launch)
-    assert capsys.readouterr().out.splitlines() == [
-        "Next: europa status --sweep s --watch",
-        "To cancel: europa cancel --sweep s",
-        "Next: europa status run0 --watch",
-        "To cancel: europa cancel run0",
+
+def handed_over(*runs: RunFolder) -> Handed:
+    return Handed(0, [(point(run.config()), run) for run in runs])
+
+
+def of_sweep(runs_dir: Path, sweep: str | None, name: str, seed: int) -> RunFolder:
+    cfg = slurm_config(seed)
+    cfg.launch.runs_dir = str(runs_dir)
+    new = NewRun(cfg, name, point(cfg).identity)
+    return create_runs(runs_dir, [new], sweep=sweep, command=["test"], code=CODE)[0]
+
+
+def suggested(text: str) -> list[list[str]]:
+    """The words that bash makes of each command after a colon."""
+    lines = [
+        line.partition(": ")[2] for line in text.splitlines() if line.startswith(("Next: ", "To cancel: "))
     ]
+    shells = [["bash", "-c", f"printf '%s\\0' {line}"] for line in lines]
+    return [subprocess.check_output(shell, text=True).split("\0")[:-1] for shell in shells]
+
+
+def test_the_sweep_of_the_runs_is_named_or_the_runs_are(tmp_path, monkeypatch, capsys):
+    """A call may meet runs of an earlier one: their sweep is the one there is."""
+    monkeypatch.chdir(tmp_path)
+    first, second = of_sweep(Path("runs"), "old", "a", 1), of_sweep(Path("runs"), "old", "b", 2)
+    third, alone = of_sweep(Path("runs"), "new", "c", 3), of_sweep(Path("runs"), None, "d", 4)
+    for runs, which in (
+        ([first, second], ["--sweep", "old"]),
+        ([first, third], ["a", "c"]),
+        ([alone], ["d"]),
+        ([first, alone], ["a", "d"]),
+    ):
+        attend_slurm.say_next(handed_over(*runs), runs[0].config().launch)
+        assert suggested(capsys.readouterr().out) == [
+            ["europa", "status", *which, "--watch"],
+            ["europa", "cancel", *which],
+        ]
+
+
+def test_the_report_compares_what_was_attended(tmp_path, monkeypatch, capsys, answers):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("europa_exp.launch.attend.print_comparison", lambda *_: None)
+    runs = [of_sweep(Path("runs"), sweep, name, i) for i, (sweep, name) in enumerate(["oa", "ob", "nc"])]
+    again = of_sweep(Path("runs"), None, "a-r2", 0)
+    for run in (*runs, again):
+        run.set_state(State.completed)
+    hashed = str(again.provenance()["identity"])
+    for attended, which in (
+        (runs[:2], ["--sweep", "o"]),
+        (runs, ["a", "b", "c"]),
+        ([runs[0], again], [hashed]),
+    ):
+        handed = handed_over(*attended)
+        assert attend_slurm.attend(handed, attended[0].config().launch, Stops()) == 0
+        assert suggested(capsys.readouterr().out) == [["europa", "compare", *which]]
+
+
+@pytest.mark.parametrize("folder", ["ch", "their $(touch x); runs"])
+def test_what_is_suggested_is_safe_to_paste(tmp_path, monkeypatch, capsys, folder):
+    monkeypatch.chdir(tmp_path)
+    sweep = "a b %j $(touch x) ; x"
+    run = of_sweep(Path(folder), sweep, "run0", 1)
+    attend_slurm.say_next(handed_over(run), run.config().launch)
+    for state in (State.failed, State.completed):
+        run.set_state(state)
+        rows = [follow.Row(run, 3), follow.Row(RunFolder(run.path), 3)]
+        for row in rows:
+            row.refresh()
+        report(rows, 1.0, interrupted=True)
+    assert suggested(capsys.readouterr().out) == [
+        ["europa", "status", "--sweep", sweep, "--watch", "--runs-dir", folder],
+        ["europa", "cancel", "--sweep", sweep, "--runs-dir", folder],
+        ["europa", "why", "run0", "--runs-dir", folder],
+        ["europa", "compare", "--sweep", sweep, "--runs-dir", folder],
+    ]
+    assert not Path("x").exists()
