@@ -26,8 +26,8 @@ drops its last reference when those kernels are queued; the next reduce-scatter 
 still read it. So we keep a reference. With `release_lag=None` all buffers are kept until the backward pass is over: a
 second copy of all gradients of this rank, on the device (in the EUROPA post 74 hooks held 9 GiB). With `release_lag=n`
 the buffers of a layer are released n layers later, once the reduce-scatter stream has been made to wait until the hooks
-and the copies of that layer are done. With HSDP the lag saves nothing, because FSDP itself keeps the buffers that it all-reduces until
-the backward pass is over.
+and the copies of that layer are done. With HSDP, FSDP itself keeps the buffers that it all-reduces until the backward pass
+is over; we neither keep those nor let a stream wait for them.
 
 Accuracy: norms of shards, their squares and the sum are fp32, as upstream's: a non-finite gradient gives a non-finite
 norm, and squares overflow where upstream's do, from norms of 1.8e19 on. fp64 for the sum would add no digit: it has
@@ -144,8 +144,10 @@ class GradientNorm:
     @torch.no_grad()
     def _reduced(self, shares: _Shares, buffer: Tensor) -> None:
         """FSDP's all-reduce hook: runs on the all-reduce stream, which has waited for the reduction."""
-        current = torch.get_device_module(buffer.device).current_stream()
-        self._buffers.keep(buffer, shares.group.module, current, shares.group.reduce_stream)
+        group = shares.group
+        if group.replicas == 1:
+            current = torch.get_device_module(buffer.device).current_stream()
+            self._buffers.keep(buffer, group.module, current, group.reduce_stream)
         shares.add(buffer)
 
 
@@ -206,6 +208,7 @@ class _Buffers:
     def __init__(self, lag: int | None) -> None:
         self.lag = lag
         self._kept: deque[_Unit] = deque()
+        self._streams: tuple[Any, Any] | None = None
 
     def keep(self, buffer: Tensor, module: Any, current: Any, reduce_stream: Any) -> None:
         """Keep `buffer` of the unit `module`, and release those of the unit `lag` units before.
@@ -213,6 +216,7 @@ class _Buffers:
         Called before the first use of `buffer` on `current`, the all-reduce stream. FSDP queues the copies to the host after
         the hook, so only the next call can mark the point at which a buffer is no longer needed.
         """
+        self._streams = current, reduce_stream
         passed = current.record_event()
         if self._kept:
             self._kept[-1].passed = passed
@@ -224,6 +228,9 @@ class _Buffers:
             reduce_stream.wait_event(self._kept.popleft().passed)
 
     def release_all(self) -> None:
-        """Release what is left. At the end of the backward pass, FSDP has made the compute stream wait for all reductions,
-        and the next one waits for the compute stream."""
+        """Release what is left, once the all-reduce stream is done with it: FSDP waits for all reductions at the end of a
+        backward pass only, which one that raises does not reach."""
+        if self._kept and self._streams is not None:
+            current, reduce_stream = self._streams
+            reduce_stream.wait_stream(current)
         self._kept.clear()

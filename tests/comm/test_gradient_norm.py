@@ -14,14 +14,17 @@ from torch import nn
 
 from europa_exp.comm.gradient_norm import GradientNorm, _Buffers
 
+# ranks, model
 CASES = {
-    "expert parallel": Case(),
-    "one rank an expert shard": Case(ep=4),
-    "one group": Case(ep=0),
-    "along the second dimension": Case(expert_dim=1),
-    "uneven": Case(width=20, hidden=36, experts=6),
-    "replicas": Case(ep=1, replicas=2),
-    "replicas of one shard": Case(ep=2, replicas=2),
+    "expert parallel": (4, Case()),
+    "one rank an expert shard": (4, Case(ep=4)),
+    "one group": (4, Case(ep=0)),
+    "along the second dimension": (4, Case(expert_dim=1)),
+    "uneven": (4, Case(width=20, hidden=36, experts=6)),
+    "empty shards": (4, Case(width=3, experts=2)),
+    "replicas": (4, Case(ep=1, replicas=2)),
+    "replicas of one shard": (4, Case(ep=2, replicas=2)),
+    "replicas of expert shards": (8, Case(ep=2, replicas=2)),
 }
 
 
@@ -38,19 +41,24 @@ def agree(seen: norm_on_ranks.Seen) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_equals_torchtitans_norm(case: Case) -> None:
+@pytest.mark.parametrize(("ranks", "case"), CASES.values(), ids=CASES)
+def test_equals_torchtitans_norm(ranks: int, case: Case) -> None:
     # The second step has other gradients, and the first one's must not be in its norm.
     several = [
         (which, (Step(micro_batches=n), Step(micro_batches=n, scale=0.5)))
         for which in (case, offloaded(case))
         for n in (1, 3)
     ]
-    for seen in run_ranks(4, norm_on_ranks.runs, *several):
+    for seen in run_ranks(ranks, norm_on_ranks.runs, *several):
         for first, second in seen:
             agree(first)
             agree(second)
             assert second.ours < 0.9 * first.ours
+        # A hook sees each reduced buffer where gradients go to the host and don't accumulate there. Elsewhere it would keep
+        # those of all micro-batches.
+        on_device, on_device_accumulated, on_host, on_host_accumulated = (first.alive for first, _ in seen)
+        assert on_device == on_device_accumulated == on_host_accumulated == []
+        assert len(on_host) == (3 if case.ep == 0 else 5)
 
 
 @pytest.mark.slow
