@@ -30,6 +30,9 @@ ROOT = Path(__file__).resolve().parents[2]
 NUMA_SCRIPT = Path("europa_exp/launch/numa_bind.sh")
 """Relative to the code that the job imports."""
 
+BEGIN = '"${begin[@]}"'
+"""In the job script: what a rank's command begins with."""
+
 _NO_LIMIT_MIN = 60 * 24 * 365
 
 
@@ -106,12 +109,17 @@ def _setup(cluster: Cluster, nodes: int, code: Path) -> list[str]:
     if cluster.unpack and cluster.unpack_to:
         archive, place = shlex.quote(cluster.unpack), shlex.quote(cluster.unpack_to)
         each_node = f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1"
-        unpack = """bash -c 'mkdir -p -- "$1" && tar -xf "$0" -C "$1"'"""
+        unpack = """bash -c 'trap "" USR2; mkdir -p -- "$1" && tar -xf "$0" -C "$1"'"""
         failed = '{ echo "cluster.unpack: failed" >&2; exit 1; }'
         lines.append(f"{each_node} {unpack} {archive} {place} || {failed}")
     lines += cluster.setup
     if cluster.cpus_per_task:
         lines.append(f"export SRUN_CPUS_PER_TASK={cluster.cpus_per_task}  # srun doesn't inherit it")
+    lines += [
+        "# A signal waits until the ranks can take it. Where env is too old for that (coreutils < 8.31), it is not heeded.",
+        "begin=(env --block-signal=USR2,TERM)",
+        f"""{BEGIN} true 2>/dev/null || begin=(bash -c 'trap "" USR2; exec "$@"' bash)""",
+    ]
     path = shlex.quote(str(code))
     # Otherwise `python -m` looks first where the command was typed: in the checkout that somebody goes on editing.
     lines.append("export PYTHONSAFEPATH=1")
@@ -191,7 +199,7 @@ def n_jobs(points: Sequence[Point]) -> int:
 
 
 def hours_per_job(cfg: Config) -> float:
-    """Node-hours that one job of this configuration is charged at most for one attempt: nodes x time limit.
+    """Node-hours that one job of this configuration is charged at most for one start: nodes x time limit.
 
     None inside an allocation: that one is paid for, whatever runs in it.
     """
@@ -202,19 +210,42 @@ def hours_per_job(cfg: Config) -> float:
 
 
 def node_hours(points: Sequence[Point]) -> float:
-    """Node-hours of all jobs of these points, one attempt each, if all use their whole time limit."""
+    """Node-hours of all jobs of these points, one start each, if all use their whole time limit."""
     return sum(n_jobs(group) * hours_per_job(group[0].cfg) for group in by_shape(points))
 
 
+def most_node_hours(points: Sequence[Point]) -> float:
+    """Node-hours of these points if every attempt that ``cluster.max_attempts`` allows comes and uses its whole time limit."""
+    return sum(_starts(group) * hours_per_job(group[0].cfg) for group in by_shape(points))
+
+
+def _starts(group: Sequence[Point]) -> int:
+    """How often the jobs of points of one shape may start, together.
+
+    A job that Slurm starts again does so for one of its runs and goes through the others at most once, so each run adds its
+    further attempts. Of a chain each job starts once, and it is as long as the run with the most attempts asks for. Not
+    counted is what Slurm does by itself, beyond what a run may ask for, after a node failed: one more start at most.
+    """
+    per_job = group[0].cfg.launch.points_per_job
+    tasks = [group[i : i + per_job] for i in range(0, len(group), per_job)]
+    if not group[0].cfg.cluster.requeue:
+        return len(tasks) * max(point.cfg.cluster.max_attempts for point in group)
+    return sum(1 + sum(point.cfg.cluster.max_attempts - 1 for point in task) for task in tasks)
+
+
 def too_expensive(points: Sequence[Point]) -> Problem | None:
-    """What ``launch.max_node_hours`` has against these points; None if they may run."""
-    most = points[0].cfg.launch.max_node_hours if points else None
-    needed = node_hours(points)
-    if most is None or needed <= most:
+    """What ``launch.max_node_hours`` has against these points, all their attempts counted; None if they may run."""
+    allowed = points[0].cfg.launch.max_node_hours if points else None
+    most, once = most_node_hours(points), node_hours(points)
+    if allowed is None or most <= allowed:
         return None
-    rule = f"these {len(points)} runs could use {needed:,.4g} node-hours (nodes x cluster.time_limit)"
-    way_out = "Shorten cluster.time_limit, take fewer points, or allow more"
-    return Problem("launch.max_node_hours", most, rule, way_out)
+    runs = "this run" if len(points) == 1 else f"these {len(points)} runs"
+    rule = f"{runs} could use {most:,.4g} node-hours (nodes x cluster.time_limit"
+    way_out = "Shorten cluster.time_limit, take fewer points"
+    if most > once:
+        rule += f" = {once:,.4g}, x cluster.max_attempts"
+        way_out += ", lower cluster.max_attempts"
+    return Problem("launch.max_node_hours", allowed, rule + ")", f"{way_out}, or allow more")
 
 
 # -------------------------------------------------------------------------------------------------------- environment

@@ -84,6 +84,8 @@ class _Signals:
             signal.signal(number, self._count)
         for number in (signal.SIGCHLD, signal.SIGCONT):
             signal.signal(number, lambda *_: None)
+        # What came since the job began has waited (see ``slurm_start``).
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
 
     def wait(self, seconds: float) -> None:
         """Sleep until a signal comes, also one that came since the last wait, or the time is over."""

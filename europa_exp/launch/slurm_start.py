@@ -6,13 +6,20 @@ its training function. This one reads text (see ``job_folder``).
 
 from __future__ import annotations
 
-import os
-import sys
-import time
-from collections.abc import Mapping
-from pathlib import Path
+import signal
 
-from europa_exp.launch import job_folder
+if __name__ == "__main__":
+    # Slurm may ask at any time, and an unheeded signal would end the job for good. It waits until ``slurm_rank`` can take it,
+    # also while hundreds of ranks import what follows from one file system. The job script does the same for what comes before.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2, signal.SIGTERM})
+
+import os  # noqa: E402
+import sys  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Mapping  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+from europa_exp.launch import job_folder  # noqa: E402
 
 _WAIT_S = 60.0
 """Longest wait for the mark that the submission is complete."""
@@ -26,6 +33,8 @@ def main(folder: Path, environ: Mapping[str, str]) -> None:
     mark = job_folder.mark(folder, job)
     end = time.monotonic() + _WAIT_S
     while not mark.exists():
+        if signal.SIGTERM in signal.sigpending():
+            sys.exit(f"job {job} is ended before {mark} came")
         if time.monotonic() > end:
             sys.exit(f"{mark} is missing: whoever submitted job {job} was gone before its id was known")
         time.sleep(0.5)

@@ -234,6 +234,35 @@ def test_ranks_get_cores_and_code(commands, tmp_path):
     assert str(frozen / "europa_exp/launch/numa_bind.sh") in args
 
 
+OLD_ENV = 'case "$1" in --block-signal*) echo "env: unrecognized option" >&2; exit 125 ;; esac; exec /usr/bin/env "$@"'
+
+
+@pytest.mark.parametrize("env", ["new", "old"])
+def test_a_signal_does_not_end_what_comes_before_the_ranks(env, commands, tmp_path):
+    """It waits for them; with an old env it is not heeded."""
+    if env == "old":
+        commands("env", OLD_ENV)
+    alive = 'kill -USR2 $$; trap "echo it waited" USR2; /bin/true; echo alive'
+    _, args, _ = run_script(text_of("cluster=slurm", f"cluster.python='bash -c \\'{alive}\\''"), tmp_path)
+    command = args[args.index("--kill-on-bad-exit=1") + 1 :]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "alive\n", "")
+
+
+def test_a_signal_does_not_end_the_unpacking(commands, tmp_path):
+    commands("srun", 'while [ "$1" != bash ]; do shift; done', 'exec "$@"')
+    commands("tar", "kill -USR2 $PPID $$", f'echo "$@" >{tmp_path}/unpacked')
+    cfg = composed("cluster=slurm")
+    cfg.cluster.unpack, cfg.cluster.unpack_to, cfg.cluster.python = (
+        "/a.tar",
+        str(tmp_path / "place"),
+        "bash -c true",
+    )
+    done, _, _ = run_script(slurm.script_text(cfg, cfg.launch), tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "unpacked").read_text() == f"-xf /a.tar -C {tmp_path / 'place'}\n"
+
+
 def test_odd_texts_reach_srun_unchanged(commands, tmp_path, at_home):
     odd = at_home / 'it\'s $(touch hit) `touch hit` "my" runs'
     cfg = composed(
@@ -244,7 +273,8 @@ def test_odd_texts_reach_srun_unchanged(commands, tmp_path, at_home):
     assert (done.returncode, done.stderr) == (0, "")
     assert args[-1] == str(odd)
     assert "--label=$(touch hit)" in args
-    assert args[args.index("--label=$(touch hit)") + 1 :][:3] == ["a", "b", "c d"]
+    begin = ["env", "--block-signal=USR2,TERM"]
+    assert args[args.index("--label=$(touch hit)") + 1 :][:5] == [*begin, "a", "b", "c d"]
     assert not list(Path.cwd().glob("hit"))
 
 
@@ -366,19 +396,52 @@ def test_node_hours():
     assert slurm.node_hours(big) == 96 * 12
 
 
+@pytest.mark.parametrize(
+    ("overrides", "hours"),
+    [
+        (("cluster.max_attempts=1",), 3 * 2),
+        (("cluster.max_attempts=4",), 3 * 2 * 4),
+        (("cluster.max_attempts=4", "cluster.requeue=false"), 3 * 2 * 4),
+        # A job starts once, and three times more for each of its three runs; a chain has four jobs whatever they hold.
+        (("cluster.max_attempts=4", "launch.points_per_job=3"), 2 * (1 + 3 * 3)),
+        (("cluster.max_attempts=4", "launch.points_per_job=3", "cluster.requeue=false"), 2 * 4),
+    ],
+)
+def test_node_hours_with_all_attempts(overrides, hours):
+    assert slurm.most_node_hours(points("cluster=slurm", *overrides, n=3)) == hours
+
+
 def test_too_many_node_hours_are_refused_and_nothing_is_made(at_home):
-    result = call("-m", "cluster=slurm", "comm=fp8,bf16", "launch.max_node_hours=3.9")
+    """Whoever sets a budget means all attempts."""
+    two = ("-m", "cluster=slurm", "comm=fp8,bf16")
+    result = call(*two, "launch.max_node_hours=11.9")
     assert result.code == 2
-    assert "launch.max_node_hours=3.9: these 2 runs could use 4 node-hours" in result.err
+    assert "launch.max_node_hours=11.9: these 2 runs could use 12 node-hours" in result.err
+    assert "(nodes x cluster.time_limit = 4, x cluster.max_attempts)" in result.err
+    assert "lower cluster.max_attempts" in result.err
+    result = call(*two, "cluster.max_attempts=1", "launch.max_node_hours=3.9")
+    assert "these 2 runs could use 4 node-hours (nodes x cluster.time_limit)." in result.err
     assert list(at_home.iterdir()) == []
-    assert slurm.too_expensive(points("cluster=slurm", "launch.max_node_hours=4", n=2)) is None
+    assert slurm.too_expensive(points("cluster=slurm", "launch.max_node_hours=12", n=2)) is None
 
 
 def test_preview_tells_nodes_and_node_hours():
     out = call("-m", "cluster=slurm", "comm=fp8,bf16", "launch.repeat=3", "launch.preview=true").out
     assert out.splitlines()[0].split()[-2:] == ["nodes", "node-hours"]
     assert [line.split()[-4:] for line in out.splitlines()[1:3]] == [["4", "3", "2", "6"]] * 2
-    assert "slurm: 6 jobs of 2 nodes for at most 01:00:00, 12 node-hours\n" in out
+    each = "slurm: 6 jobs of 2 nodes for at most 01:00:00, 12 node-hours"
+    assert f"{each}; at most 3 attempts a run: 36 node-hours\n" in out
+    once = call(
+        "-m",
+        "cluster=slurm",
+        "comm=fp8,bf16",
+        "launch.repeat=3",
+        "cluster.max_attempts=1",
+        "launch.preview=true",
+    )
+    assert f"{each}\n" in once.out
+    shapes = call("-m", "cluster=slurm", "cluster.time_limit='01:00:00','02:00:00'", "launch.preview=true")
+    assert "in all 6 node-hours; with all attempts 18\n" in shapes.out
     out = call("-m", "cluster=slurm", "comm=fp8,bf16", "launch.max_node_hours=1", "launch.preview=true").out
     assert "would be refused: launch.max_node_hours=1.0" in out
     assert "node-hours" not in call("launch.preview=true").out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from launching import HERE, ROOT, config, make_runs
 
 from europa_exp.config.schema import Executor
 from europa_exp.launch import job_folder, slurm_rank, slurm_start
+from europa_exp.runs.folder import RunFolder
 
 ENTRY = """
 import json, os, sys
@@ -57,12 +59,12 @@ def test_a_job_whose_submission_broke_off_does_nothing(tmp_path, taken, monkeypa
     assert taken == []
 
 
-def test_a_rank_starts_light(tmp_path):
-    """Hundreds of ranks start at once, and a file system brings each import to each of them."""
+def one_task(tmp_path: Path, entry: str, preexec=None) -> tuple[subprocess.CompletedProcess[str], RunFolder]:
+    """A job of one rank, as Slurm starts it, to its end; ``entry`` is a module with a function ``train``."""
     cfg = config(1, executor=Executor.slurm, network_interface="lo")
     cfg.cluster.preload = False
     [run] = make_runs(tmp_path / "runs", cfg)
-    (tmp_path / "light.py").write_text(ENTRY)
+    (tmp_path / "light.py").write_text(entry)
     job = tmp_path / "job"
     job.mkdir()
     job_folder.write_tasks(job, [((str(run.path),), "light:train")])
@@ -75,13 +77,62 @@ def test_a_rank_starts_light(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "europa_exp.launch.slurm_start", str(job)],
         env={**os.environ, **slurm, "PYTHONPATH": f"{ROOT}:{HERE}:{tmp_path}"},
+        preexec_fn=preexec,
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=60,
     )
+    return done, run
+
+
+def test_a_rank_starts_light(tmp_path):
+    """Hundreds of ranks start at once, and a file system brings each import to each of them."""
+    done, run = one_task(tmp_path, ENTRY)
     assert (done.returncode, run.status().state) == (0, "completed"), done.stdout + done.stderr
     modules = set(json.loads((run.path / "modules.json").read_text()))
     heavy = {"submitit", "numpy", "asyncio", "omegaconf", "hydra", "torch", "wandb", "importlib.metadata"}
     assert modules & heavy == set()
     assert "europa_exp.launch.slurm_rank" in modules
+
+
+ASKED = """
+import os, sys, time
+def train(cfg, run, runtime):
+    end = time.monotonic() + 30
+    while not runtime["stop"]() and time.monotonic() < end:
+        time.sleep(0.05)
+    masks = [line for line in open("/proc/self/status") if line.startswith("SigBlk")]
+    masks += [line for line in open(f"/proc/{os.getppid()}/status") if line.startswith("SigBlk")]
+    (run.path / "asked.json").write_text(f'[{str(runtime["stop"]()).lower()}, {[int(m.split()[1], 16) for m in masks]}]')
+"""
+
+
+def asked_before_it_began() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2, signal.SIGTERM})
+    os.kill(os.getpid(), signal.SIGUSR2)
+
+
+def test_a_signal_that_came_first_asks_the_rank(tmp_path):
+    """As the job script starts it: signals wait for it. Once it takes them, neither it nor the rank holds any back."""
+    done, run = one_task(tmp_path, ASKED, asked_before_it_began)
+    assert (done.returncode, run.status().state) == (0, "completed"), done.stdout + done.stderr
+    assert json.loads((run.path / "asked.json").read_text()) == [True, [0, 0]]
+
+
+LOOK = """
+import os, signal
+from pathlib import Path
+found = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+Path(__file__).with_name("mask").write_text(" ".join(sorted(signal.Signals(number).name for number in found)))
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("module", ["json", "tempfile"])
+def test_signals_wait_before_anything_is_imported(tmp_path, module):
+    (tmp_path / f"{module}.py").write_text(LOOK)
+    command = [sys.executable, "-m", "europa_exp.launch.slurm_start", str(tmp_path)]
+    paths = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    subprocess.run(command, env={**os.environ, **paths}, cwd=tmp_path, timeout=60, check=True)
+    assert (tmp_path / "mask").read_text() == "SIGTERM SIGUSR2"

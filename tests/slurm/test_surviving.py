@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,46 @@ def test_crashed_vanished_and_asked_ranks(slurm, tmp_path):
         assert [a["n"] for a in attempts(run)] == [1, 2]
     assert attempts(crashed)[0]["error"]["rank"] == 1
     assert "starts anew: it keeps no checkpoints" in crashed.launcher_log.read_text()
+
+
+SLOW_START = """#!/bin/bash
+# In Python's place: in the first attempt it takes until told, as on a file system that hundreds of ranks load from.
+if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then
+    echo $$ >"${0%/*}/begun_$SLURM_PROCID"
+    until [ -e "${0%/*}/go" ]; do sleep 0.1; done
+fi
+exec $PYTHON "$@"
+"""
+
+
+def has_pending(pid: int, number: int) -> bool:
+    """Whether a signal waits for the process; also when it is gone, for there is nothing to wait for."""
+    try:
+        fields = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    except OSError:
+        return True
+    return bool(int(fields["ShdPnd"], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("why", ["asked", "preemption"])
+def test_a_signal_before_the_ranks_can_take_it_waits_for_them(slurm, tmp_path, why):
+    """Nothing of this project runs yet when it comes."""
+    python = tmp_path / "python"
+    python.write_text(SLOW_START.replace("$PYTHON", sys.executable))
+    python.chmod(0o755)
+    places = (f"cluster.python={python}", "cluster.nodelist='127.0.0.[1-2]'")
+    run = begin(slurm, tmp_path / "runs", "surviving_targets:stop_when_asked", 2, 1, *places)
+    begun = [tmp_path / f"begun_{rank}" for rank in range(2)]
+    until(lambda: all(path.exists() and path.read_text() for path in begun), 90, lambda: explain(run))
+    if why == "asked":
+        slurm.run("scancel", "--signal=USR2", run.status().extra["job_id"])
+    else:
+        important = ("--partition=high", "--nodelist=127.0.0.[1-2]", "--nodes=2", "--ntasks-per-node=16")
+        slurm.run("sbatch", *important, "--output=/dev/null", "--wrap=sleep 1")
+    until(lambda: all(has_pending(int(path.read_text()), signal.SIGUSR2) for path in begun), 60)
+    (tmp_path / "go").touch()
+    assert wait_for_state(run.path, *ENDED) == "completed", explain(run)
+    assert [a["reason"] for a in attempts(run)] == [why, "completed"], explain(run)
 
 
 def test_nodes_below_the_memory_floor_are_left_out(slurm, tmp_path):

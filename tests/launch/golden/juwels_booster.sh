@@ -25,10 +25,13 @@ module load Python || { echo "cluster.modules: failed to load Python on $(uname 
 module load CUDA || { echo "cluster.modules: failed to load CUDA on $(uname -n)" >&2; exit 1; }
 module load NCCL || { echo "cluster.modules: failed to load NCCL on $(uname -n)" >&2; exit 1; }
 export SRUN_CPUS_PER_TASK=12  # srun doesn't inherit it
+# A signal waits until the ranks can take it. Where env is too old for that (coreutils < 8.31), it is not heeded.
+begin=(env --block-signal=USR2,TERM)
+"${begin[@]}" true 2>/dev/null || begin=(bash -c 'trap "" USR2; exec "$@"' bash)
 export PYTHONSAFEPATH=1
 export PYTHONPATH=<code>"${PYTHONPATH:+:$PYTHONPATH}"
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output <runs>/.submitit/JOB/%j_%t_log.out --error <runs>/.submitit/JOB/%j_%t_log.err --kill-on-bad-exit=1 <python> -u -m europa_exp.launch.slurm_start <runs>/.submitit/JOB
+srun --unbuffered --output <runs>/.submitit/JOB/%j_%t_log.out --error <runs>/.submitit/JOB/%j_%t_log.err --kill-on-bad-exit=1 "${begin[@]}" <python> -u -m europa_exp.launch.slurm_start <runs>/.submitit/JOB
 
