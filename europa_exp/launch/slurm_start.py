@@ -13,13 +13,13 @@ if __name__ == "__main__":
     # also while hundreds of ranks import what follows from one file system. The job script does the same for what comes before.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2, signal.SIGTERM})
 
-import os  # noqa: E402
-import sys  # noqa: E402
-import time  # noqa: E402
-from collections.abc import Mapping  # noqa: E402
-from pathlib import Path  # noqa: E402
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
 
-from europa_exp.launch import job_folder  # noqa: E402
+from europa_exp.launch import job_folder
 
 _WAIT_S = 60.0
 """Longest wait for the mark that the submission is complete."""
