@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from europa_exp.runs import checkpoints
+from europa_exp.runs import checkpoints, commands
 from europa_exp.runs.why.case import Case
 from europa_exp.runs.why.evidence import MEMORY
 from europa_exp.runs.why.explanation import Cause
@@ -32,21 +32,21 @@ _FOR_EVERY_RUN = {
 
 def next_steps(case: Case, cause: Cause, rank: int | None = None) -> tuple[str, ...]:
     """What helps against a cause; empty where that hangs on more than the cause."""
-    name = case.run.name
+    run = case.run
     if cause is Cause.host_memory:
         return _more_host_memory(case)
     if cause is Cause.time_limit:
         return _more_time(case)
     if cause is Cause.non_finite_loss:
         return (
-            f"europa show {name}: when loss and gradient norm began to move; a lower learning rate, a longer warm-up, or "
+            f"{commands.about(run, 'show')}: when loss and gradient norm began to move; a lower learning rate, a longer warm-up, or "
             "clipping. It is not tried again by itself",
         )
     if cause is Cause.bad_configuration:
-        return (f"Change what the message names and run it again: python launch.py rerun={name} FIELD=VALUE",)
+        return (f"Change what the message names and run it again: {commands.rerun(run, 'FIELD=VALUE')}",)
     if cause is Cause.exception:
         return (
-            f"europa logs {name}{_of_rank(rank)} has the whole traceback. It is not tried again by itself",
+            f"{commands.about(run, 'logs', *_of_rank(rank))} has the whole traceback. It is not tried again by itself",
         )
     return _FOR_EVERY_RUN.get(cause, ())
 
@@ -71,7 +71,7 @@ def _more_time(case: Case) -> tuple[str, ...]:
 def after_a_timeout(case: Case, behind: Sequence[int]) -> tuple[str, ...]:
     """Where to look when a collective timed out, with the ranks that did not arrive if they are known."""
     return (
-        f"europa logs {case.run.name} --rank {behind[0]}: what it did instead"
+        f"{commands.about(case.run, 'logs', '--rank', str(behind[0]))}: what it did instead"
         if behind
         else "No rank could be named; compare where the logs of the ranks end",
         "Nodes that are in this again and again belong into cluster.exclude",
@@ -80,8 +80,8 @@ def after_a_timeout(case: Case, behind: Sequence[int]) -> tuple[str, ...]:
 
 def where_to_look(case: Case, rank: int | None = None) -> tuple[str, ...]:
     """The places that may know more, when the cause is not known."""
-    name = case.run.name
-    found = [f"Look at: europa logs {name}{_of_rank(rank)}; europa logs {name} --launcher"]
+    logs = commands.about(case.run, "logs", *_of_rank(rank))
+    found = [f"Look at: {logs}; {commands.about(case.run, 'logs', '--launcher')}"]
     if job := case.status.extra.get("job_id"):
         node = case.node(rank)
         on = f"; dmesg and slurmd's log on {node}" if node else ""
@@ -89,5 +89,5 @@ def where_to_look(case: Case, rank: int | None = None) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _of_rank(rank: int | None) -> str:
-    return f" --rank {rank}" if rank else ""  # europa logs shows rank 0 by itself
+def _of_rank(rank: int | None) -> tuple[str, ...]:
+    return ("--rank", str(rank)) if rank else ()  # europa logs shows rank 0 by itself

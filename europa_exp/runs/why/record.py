@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from europa_exp.runs.attempts import Reason
 from europa_exp.runs.status import State
-from europa_exp.runs.why import evidence, symptoms
+from europa_exp.runs.why import evidence, slurm, symptoms
 from europa_exp.runs.why.advice import next_steps
 from europa_exp.runs.why.case import Case, ErrorRecord
 from europa_exp.runs.why.collective import lost, timed_out
@@ -11,14 +14,12 @@ from europa_exp.runs.why.explanation import MOST_LINES, Cause, Explanation, proo
 from europa_exp.runs.why.rank_error import named_by_error
 from europa_exp.runs.why.requeued import too_many_starts
 from europa_exp.runs.why.silent_end import ended_silently
-from europa_exp.runs.why.slurm import DONE_BY_SLURM
 
-_DONE_BY_SLURM = {
-    "time_limit": Cause.time_limit,
-    "node_failure": Cause.node_failure,
-    "preemption": Cause.preempted,
+_DONE_BY_SLURM: dict[str, Callable[[Case], Explanation]] = {
+    Reason.time_limit: slurm.time_limit,
+    Reason.node_failure: slurm.node_failure,
+    Reason.preemption: slurm.preempted,
 }
-"""Reason of an attempt -> cause."""
 
 _OF_DRIVER = {"JobEnded", "StepEnded"}
 """What drives a run recorded only that the job is over."""
@@ -38,8 +39,8 @@ def from_record(case: Case) -> Explanation | None:
     if case.state != "lost":
         reason = str(case.last.get("reason"))
         if reason in _DONE_BY_SLURM:
-            return DONE_BY_SLURM[_DONE_BY_SLURM[reason]](case)
-        if reason == "memory_floor":
+            return _DONE_BY_SLURM[reason](case)
+        if reason == Reason.memory_floor:
             return _memory_floor(case)
     error = case.error if case.status.state is State.failed else None
     if error is not None and error.kind == "StepEnded" and not case.attempts:

@@ -10,31 +10,15 @@ from europa_exp.runs.why.advice import next_steps, where_to_look
 from europa_exp.runs.why.case import Case
 from europa_exp.runs.why.explanation import IN_WORDS, Cause, Evidence, Explanation
 
-_BY_STATE = {
-    "TIMEOUT": Cause.time_limit,
-    "DEADLINE": Cause.time_limit,
-    "NODE_FAIL": Cause.node_failure,
-    "BOOT_FAIL": Cause.node_failure,
-    "PREEMPTED": Cause.preempted,
-}
-
 
 def from_slurm(case: Case) -> Explanation | None:
     """What Slurm did to the job, if it did anything."""
-    state = case.slurm.state if case.slurm is not None else ""
-    if (cause := _BY_STATE.get(state)) is not None:
-        return DONE_BY_SLURM[cause](case)
-    if state == "OUT_OF_MEMORY":
-        return case.explained(
-            Cause.host_memory,
-            "the host's memory ran out: Slurm's limit of the job was reached",
-            [*evidence.of_slurm(case), *evidence.in_jobs(case, symptoms.OOM_KILL)],
-            next_steps(case, Cause.host_memory),
-        )
+    if case.slurm is not None and (by_state := _BY_STATE.get(case.slurm.state)) is not None:
+        return by_state(case)
     for symptom in symptoms.IN_JOBS:
         if found := evidence.in_jobs(case, symptom.pattern):
-            done = DONE_BY_SLURM.get(symptom.cause)
-            return done(case) if done is not None else _said(case, symptom.cause, found)
+            by_symptom = _BY_SYMPTOM.get(symptom.cause)
+            return by_symptom(case) if by_symptom is not None else _said(case, symptom.cause, found)
     return None
 
 
@@ -52,7 +36,17 @@ def _said(case: Case, cause: Cause, found: list[Evidence]) -> Explanation:
     )
 
 
-def _time_limit(case: Case) -> Explanation:
+def _out_of_memory(case: Case) -> Explanation:
+    return case.explained(
+        Cause.host_memory,
+        "the host's memory ran out: Slurm's limit of the job was reached",
+        [*evidence.of_slurm(case), *evidence.in_jobs(case, symptoms.OOM_KILL)],
+        next_steps(case, Cause.host_memory),
+    )
+
+
+def time_limit(case: Case) -> Explanation:
+    """Slurm ended the job, or told the ranks to save and stop before it would."""
     said = evidence.in_jobs(case, re.compile("DUE TO TIME LIMIT"))
     return case.explained(
         Cause.time_limit,
@@ -62,7 +56,8 @@ def _time_limit(case: Case) -> Explanation:
     )
 
 
-def _node_failure(case: Case) -> Explanation:
+def node_failure(case: Case) -> Explanation:
+    """A node went down under the run; which one, only the job's output tells."""
     said = evidence.in_jobs(case, re.compile(r"NODE FAILURE|Node failure on|has failed", re.IGNORECASE))
     node = None
     for entry in said:
@@ -78,7 +73,8 @@ def _node_failure(case: Case) -> Explanation:
     )
 
 
-def _preempted(case: Case) -> Explanation:
+def preempted(case: Case) -> Explanation:
+    """Slurm gave the nodes to another job."""
     said = evidence.in_jobs(case, re.compile("DUE TO PREEMPTION"))
     return case.explained(
         Cause.preempted,
@@ -88,9 +84,16 @@ def _preempted(case: Case) -> Explanation:
     )
 
 
-DONE_BY_SLURM: dict[Cause, Callable[[Case], Explanation]] = {
-    Cause.time_limit: _time_limit,
-    Cause.node_failure: _node_failure,
-    Cause.preempted: _preempted,
+_BY_STATE: dict[str, Callable[[Case], Explanation]] = {
+    "TIMEOUT": time_limit,
+    "DEADLINE": time_limit,
+    "NODE_FAIL": node_failure,
+    "BOOT_FAIL": node_failure,
+    "PREEMPTED": preempted,
+    "OUT_OF_MEMORY": _out_of_memory,
 }
-"""What Slurm does to runs that did nothing wrong."""
+_BY_SYMPTOM: dict[Cause, Callable[[Case], Explanation]] = {
+    Cause.time_limit: time_limit,
+    Cause.node_failure: node_failure,
+    Cause.preempted: preempted,
+}

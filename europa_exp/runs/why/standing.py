@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from europa_exp.runs import commands
 from europa_exp.runs.why import evidence
 from europa_exp.runs.why.case import Case
 from europa_exp.runs.why.explanation import Cause, Explanation, bounded, proof
@@ -23,12 +24,12 @@ def completed(case: Case) -> Explanation:
     lines = []
     if isinstance(note, dict) and note.get("incomplete"):
         lines = proof(evidence.STATUS, f"metrics are incomplete: {note.get('problem')}")
-    return case.explained(Cause.completed, f"it completed{again}", lines, [f"europa show {case.run.name}"])
+    return case.explained(Cause.completed, f"it completed{again}", lines, [commands.about(case.run, "show")])
 
 
 def going_on(case: Case) -> Explanation:
     """It runs or waits; of one that waits to be tried again, also why the attempt before ended."""
-    running, name = case.state == "running", case.run.name
+    running = case.state == "running"
     title = {"running": "it is running", "loading": "its job has begun, its ranks have not yet"}
     reason = case.status.extra.get("reason")
     ended = [attempt for attempt in case.attempts if attempt.get("reason")]
@@ -40,7 +41,7 @@ def going_on(case: Case) -> Explanation:
             *evidence.history(ended),
             *(proof(evidence.SLURM, case.slurm.text()) if case.slurm is not None else []),
         ],
-        [f"europa logs {name} -f" if running else f"europa status {name} --watch"],
+        [commands.about(case.run, *(("logs", "-f") if running else ("status", "--watch")))],
     )
     # While it waits, the error records are still those of the attempt before.
     last = from_record(case) if ended and case.state in _BETWEEN_ATTEMPTS else None
@@ -78,5 +79,5 @@ def cancelled(case: Case) -> Explanation:
         Cause.cancelled,
         f"it was cancelled{by}",
         lines,
-        [f"To run it again: python launch.py rerun={case.run.name}"],
+        [f"To run it again: {commands.rerun(case.run)}"],
     )
