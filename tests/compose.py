@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from europa_exp.config.schema import Config
-from europa_exp.launch.compose import composer, resolve
+from europa_exp.launch.compose import resolve
+from europa_exp.launch.plugins import composer
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 

@@ -8,9 +8,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from europa_exp.launch.compose import composer
 from europa_exp.launch.expand import Plan, make_plan
 from europa_exp.launch.main import main
+from europa_exp.launch.plugins import composer
 from europa_exp.launch.sweep_file import read
 
 ROOT = Path(__file__).resolve().parents[1]

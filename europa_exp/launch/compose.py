@@ -10,7 +10,6 @@ import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from europa_exp.config.errors import ConfigError, Problem
@@ -264,19 +263,3 @@ def _first_line(error: BaseException) -> str:
     return " ".join(
         x for x in lines if x and not x.startswith(("full_key:", "reference_type=", "object_type="))
     )
-
-
-# ----------------------------------------------------------------------------------------------------------- registering
-
-
-@contextlib.contextmanager
-def composer(conf: Path, fixed: Sequence[str] = ()) -> Iterator[Composer]:
-    """A composer for a `conf/` folder outside `hydra.main` (reruns, tests, tools)."""
-    from hydra import initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-
-    from europa_exp.launch.plugins import register
-
-    register(conf.parent)
-    with initialize_config_dir(str(conf), version_base="1.3", job_name="launch"):
-        yield Composer(GlobalHydra.instance().config_loader(), fixed)

@@ -42,8 +42,9 @@ def examine(conf: Path, overrides: Sequence[str]) -> Iterator[Finding]:
 
     ``conf`` is the folder of compositions. Raises ConfigError for overrides or personal settings that are not right.
     """
-    from europa_exp.launch.compose import composer, resolve
+    from europa_exp.launch.compose import resolve
     from europa_exp.launch.overrides import normalize
+    from europa_exp.launch.plugins import composer
 
     with composer(conf) as composing:
         mine = composing.personal()

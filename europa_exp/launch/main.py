@@ -113,7 +113,7 @@ def _options(root: Path) -> Options:
     """Options of a group for messages, read when there is something to say."""
 
     def options(group: str) -> list[str]:
-        from europa_exp.launch.compose import composer
+        from europa_exp.launch.plugins import composer
 
         with composer(root / "conf") as found:
             return found.options(group)

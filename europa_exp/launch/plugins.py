@@ -6,16 +6,19 @@ writes anything of Hydra's own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra import initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
@@ -162,6 +165,14 @@ def register(root: Path) -> None:
     plugins.register(sweep_file.SweepSource)
     plugins.register(conf_files.ConfSource)
     plugins.register(OurSearchPath)
+
+
+@contextlib.contextmanager
+def composer(conf: Path) -> Iterator[Composer]:
+    """A composer for a `conf/` folder outside `hydra.main` (reruns, tests, tools)."""
+    register(conf.parent)
+    with initialize_config_dir(str(conf), version_base="1.3", job_name="launch"):
+        yield Composer(GlobalHydra.instance().config_loader())
 
 
 def _enter_namespace() -> None:

@@ -30,7 +30,6 @@ from europa_exp.launch.compose import (
     Composer,
     Composition,
     apply_overrides,
-    composer,
     explained,
     parse_all,
 )
@@ -38,6 +37,7 @@ from europa_exp.launch.expand import early_problems, make_plan
 from europa_exp.launch.fields import group_names
 from europa_exp.launch.main import hand_over, refuse, split_flags
 from europa_exp.launch.overrides import key_of, normalize, parse, split
+from europa_exp.launch.plugins import composer
 from europa_exp.launch.sweep_file import GROUP, SweepFile, read
 
 if TYPE_CHECKING:

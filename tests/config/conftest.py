@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from europa_exp.config.schema import Config
-from europa_exp.launch.compose import composer, resolve
+from europa_exp.launch.compose import resolve
+from europa_exp.launch.plugins import composer
 
 CONF = Path(__file__).parents[2] / "conf"
 

@@ -7,7 +7,8 @@ import pytest
 from europa_exp.config import personal
 from europa_exp.config.errors import ConfigError
 from europa_exp.config.schema import IDENTITY_EXCLUDES
-from europa_exp.launch.compose import composer, resolve
+from europa_exp.launch.compose import resolve
+from europa_exp.launch.plugins import composer
 
 CLUSTERS = ["jupiter", "slurm", "local"]
 

@@ -194,7 +194,8 @@ def test_many_points_compose_as_hydra_composes_each():
     from hydra.types import RunMode
     from omegaconf import flag_override
 
-    from europa_exp.launch.compose import composer, resolve
+    from europa_exp.launch.compose import resolve
+    from europa_exp.launch.plugins import composer
 
     points = [
         "comm=fp8",
@@ -349,7 +350,7 @@ def test_flags_may_stand_anywhere():
 def test_the_launcher_serves_other_sweepers(submitted):
     from hydra.core.global_hydra import GlobalHydra
 
-    from europa_exp.launch.compose import composer
+    from europa_exp.launch.plugins import composer
 
     with composer(ROOT / "conf") as made:
         config = made.load([], multirun=True)
