@@ -7,16 +7,15 @@ code 2, with nothing submitted and nothing on disk.
 from __future__ import annotations
 
 import os
-import re
-import secrets
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from europa_exp.config.errors import ConfigError, Problem
-from europa_exp.launch.overrides import key_of, normalize
+from europa_exp.config.errors import ConfigError
+from europa_exp.launch.arguments import refuse_hydra_settings, split_flags
+from europa_exp.launch.hand_over import hand_over
+from europa_exp.launch.overrides import normalize
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -75,7 +74,12 @@ def _through_hydra(root: Path, arguments: list[str]) -> int:
     plugins.register(root)
     command = [sys.argv[0], *arguments]
     plugins.outcome = plugins.Outcome()
-    plugins.hand_over = lambda plan: hand_over(plan, command)
+
+    def submit(plan: Plan) -> int:
+        os.environ.pop(_FULL_ERROR, None)  # ours, not for the ranks
+        return hand_over(plan, command)
+
+    plugins.hand_over = submit
 
     def single(_: object) -> None:
         from hydra.core.global_hydra import GlobalHydra
@@ -84,9 +88,7 @@ def _through_hydra(root: Path, arguments: list[str]) -> int:
         config = cast("DictConfig", HydraConfig.instance().cfg)
         loader = GlobalHydra.instance().config_loader()
         texts = plugins.plain_list(config.hydra.overrides.task)
-        plugins.outcome.take(
-            lambda: hand_over(plugins.plan_call(loader, config, texts, multirun=False), command)
-        )
+        plugins.outcome.take(lambda: submit(plugins.plan_call(loader, config, texts, multirun=False)))
 
     flags, typed = split_flags(arguments)
     refuse_hydra_settings(flags, typed)
@@ -126,99 +128,3 @@ def _restore(before: str | None) -> None:
         os.environ.pop(_FULL_ERROR, None)
     else:
         os.environ[_FULL_ERROR] = before
-
-
-def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Flags (with their values) and overrides, wherever in the line they stand: ``a=1 -m b=2`` is one call."""
-    with_value = {
-        "--experimental-rerun",
-        "--cfg",
-        "-c",
-        "--package",
-        "-p",
-        "--config-name",
-        "-cn",
-        "--config-path",
-        "-cp",
-        "--config-dir",
-        "-cd",
-    }
-    flags: list[str] = []
-    overrides: list[str] = []
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        if argument in with_value and rest:
-            flags += [argument, rest.pop(0)]
-        elif argument in ("--info", "-i"):
-            flags.append(argument)
-            if rest and "=" not in rest[0] and not rest[0].startswith("-"):
-                flags.append(rest.pop(0))
-        elif argument.startswith("-"):
-            flags.append(argument)
-        else:
-            overrides.append(argument)
-    return flags, overrides
-
-
-_OURS = ("hydra/launcher", "hydra/sweeper", "hydra.launcher", "hydra.sweeper", "hydra.run", "hydra.sweep")
-_OURS_TOO = (
-    "hydra.output_subdir",
-    "hydra.job.chdir",
-    "hydra/job_logging",
-    "hydra/hydra_logging",
-    "hydra/output",
-)
-
-
-_NOT_OURS = ("--experimental-rerun", "--config-name", "-cn", "--config-path", "-cp")
-
-
-def refuse_hydra_settings(flags: Sequence[str], overrides: Sequence[str]) -> None:
-    """Raise ConfigError for what would make Hydra write files, load pickles, or pass our sweeper and launcher by."""
-    problems = []
-    for flag in flags:
-        if flag.split("=")[0] in _NOT_OURS:
-            rule, way_out = (
-                "this flag of Hydra's has no use here",
-                "rerun=RUN runs a record again; conf/ is composed",
-            )
-            problems.append(("", Problem("command line", flag, rule, way_out)))
-    for text in overrides:
-        key = key_of(text)
-        if any(key == name or key.startswith(f"{name}.") for name in (*_OURS, *_OURS_TOO)):
-            rule = "is fixed here: Hydra keeps nothing on disk, and runs are submitted by our own launcher"
-            problems.append(
-                ("", Problem(key, text, rule, "Leave it out; launch.* and cluster.* say how to run"))
-            )
-    if problems:
-        raise ConfigError(problems)
-
-
-def named_sweep(plan: Plan) -> str | None:
-    """The sweep's name for the record: as asked for, or with a time and a random part that keep two calls apart."""
-    if plan.sweep is None or plan.points[0].cfg.launch.sweep_name is not None:
-        return plan.sweep
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "_", plan.sweep)[:60]
-    return f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-
-
-def hand_over(plan: Plan, command: Sequence[str]) -> int:
-    """Preview or submit checked points; the end of every call, whether single run, sweep or rerun."""
-    for notice in plan.notices:
-        print(f"note: {notice}", file=sys.stderr)
-    launch = plan.points[0].cfg.launch
-    if launch.preview:
-        from europa_exp.launch.preview import show
-
-        show(plan)
-        return 0
-    os.environ.pop(_FULL_ERROR, None)  # ours, not for the ranks
-    from europa_exp.launch.submit import submit
-
-    return submit(plan.points, launch, sweep=named_sweep(plan), command=list(command))
-
-
-def refuse(field: str, value: object, rule: str, way_out: str) -> ConfigError:
-    """A ConfigError about one thing in the call itself."""
-    return ConfigError([("", Problem(field, value, rule, way_out))])

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from europa_exp.config.errors import ConfigError, Problem
 from europa_exp.launch import rerun_folder
+from europa_exp.launch.arguments import refuse, split_flags
 from europa_exp.launch.compose import (
     GLOBAL_GROUPS,
     Composer,
@@ -35,7 +36,7 @@ from europa_exp.launch.compose import (
 )
 from europa_exp.launch.expand import early_problems, make_plan
 from europa_exp.launch.fields import group_names
-from europa_exp.launch.main import hand_over, refuse, split_flags
+from europa_exp.launch.hand_over import hand_over
 from europa_exp.launch.overrides import key_of, normalize, parse, split
 from europa_exp.launch.plugins import composer
 from europa_exp.launch.sweep_file import GROUP, SweepFile, read

@@ -12,8 +12,9 @@ from composing import ROOT, call, copied_root, overrides, plan
 
 from europa_exp.config.errors import ConfigError
 from europa_exp.config.identity import identity
-from europa_exp.launch import main as main_module
 from europa_exp.launch import plugins
+from europa_exp.launch.arguments import split_flags
+from europa_exp.launch.hand_over import hand_over
 
 
 @pytest.fixture(autouse=True)
@@ -342,7 +343,7 @@ def test_a_runs_folder_that_cannot_be_made_is_one_message(monkeypatch):
 
 
 def test_flags_may_stand_anywhere():
-    flags, rest = main_module.split_flags(["a=1", "-m", "b=2", "--cfg", "job", "c=-3"])
+    flags, rest = split_flags(["a=1", "-m", "b=2", "--cfg", "job", "c=-3"])
     assert flags == ["-m", "--cfg", "job"]
     assert rest == ["a=1", "b=2", "c=-3"]
 
@@ -356,7 +357,7 @@ def test_the_launcher_serves_other_sweepers(submitted):
         config = made.load([], multirun=True)
         launcher = plugins.EuropaLauncher()
         context = type("Context", (), {"config_loader": GlobalHydra.instance().config_loader()})()
-        plugins.hand_over = lambda found: main_module.hand_over(found, ["x"])
+        plugins.hand_over = lambda found: hand_over(found, ["x"])
         launcher.setup(hydra_context=context, task_function=None, config=config)
         returned = launcher.launch([["comm=fp8"], ["comm=bf16"]], initial_job_idx=0)
     assert [r.return_value for r in returned] == [7, 7]
