@@ -54,6 +54,28 @@ def test_trains_as_torchtitan_does(tmp_path: Path, settings: tuple[str, ...]) ->
         assert norm > 0.1
 
 
+def groups_with_a_hook(frozen: str, folder: str) -> tuple[int, int, int]:
+    """Micro-batches of a step; parameter groups that hand over their reduced buffers, and all of them."""
+    from europa_exp.comm.fsdp_groups import groups
+    from europa_exp.training.assemble import build_trainer
+
+    trainer, _ = build_trainer(io.from_yaml(frozen), Path(folder))
+    hooks = [group.fsdp._all_reduce_hook for group in groups(trainer.model_parts[0])]
+    trainer.close()
+    return trainer.gradient_accumulation_steps, sum(hook is not None for hook in hooks), len(hooks)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_no_reduced_buffer_of_a_micro_batch_is_kept(tmp_path: Path, accumulates: bool) -> None:
+    """Where gradients accumulate on the host; without a lag they would all be kept until the step is over."""
+    batch = ("training.global_batch_size=16",) if accumulates else ()
+    cfg = composed(*COMMON, *IN_BACKWARD, "offload.fsdp_cpu=true", *batch)
+    for micro_batches, hooks, groups in run_ranks(4, groups_with_a_hook, io.to_yaml(cfg), str(tmp_path)):
+        assert (micro_batches > 1) == accumulates
+        assert groups > 0
+        assert hooks == (0 if accumulates else groups)
+
+
 def break_off_and_go_on(frozen: str, folder: str) -> dict[str, Any]:
     """A step that raises after a backward pass, then a whole one; upstream's and our norm of the latter."""
     from torchtitan.distributed import utils
