@@ -3,8 +3,8 @@
 Again: the time limit, a failed node, preemption, a requeue by hand or after a prolog, a floor of host memory, a segmentation
 fault (which is how a Grace runs out of host memory), a rank that vanished without a record (which is how a failed node shows
 first), a collective that timed out. Never: a Python exception, a loss that is not finite, a bad configuration, a cancellation, a
-rank that somebody killed. Not for ever: ``max_attempts`` bounds it, and two attempts that end at the same step with the same
-error end the run.
+rank that somebody killed. Not for ever: ``max_attempts`` bounds it, two attempts that end at the same step with the same error
+end the run, and so does a time limit before which nothing was saved.
 """
 
 from __future__ import annotations
@@ -56,6 +56,22 @@ _BROKEN = re.compile(
 
 
 @dataclass(frozen=True)
+class Gain:
+    """What an attempt leaves to the next one.
+
+    ``saved``: a checkpoint newer than what it began from, the step ``began_from`` (None: from nothing). ``every`` is
+    ``training.checkpoint_every``, ``margin_s`` is ``cluster.signal_margin_s``. ``whole_limit``: it had the time limit of the job
+    to itself, which one that came after other runs of the job (``launch.points_per_job``), or in an allocation, had not.
+    """
+
+    saved: bool
+    began_from: int | None
+    every: int
+    margin_s: int
+    whole_limit: bool
+
+
+@dataclass(frozen=True)
 class Requeue:
     """Start again. ``why`` is one line for people."""
 
@@ -75,6 +91,7 @@ def decide(
     error: Mapping[str, Any] | None,
     *,
     max_attempts: int,
+    gain: Gain,
 ) -> Requeue | Stop:
     """Whether the run starts again.
 
@@ -84,6 +101,8 @@ def decide(
     reason = Reason(reason)
     if reason not in AGAIN:
         return Stop(f"{reason} is not tried again")
+    if reason is Reason.time_limit and gain.whole_limit and not gain.saved:
+        return Stop(f"{reason}, and {_in_vain(gain)}")
     if len(attempts) >= max_attempts:
         return Stop(
             f"{reason}, and this was attempt {len(attempts)} of {max_attempts} (cluster.max_attempts)"
@@ -95,6 +114,26 @@ def decide(
             where = "before its first step" if last.get("step") is None else f"at step {last['step']}"
             return Stop(f"{reason} {where} again, with the same error as attempt {twin.get('n')}")
     return Requeue(f"{reason}: attempt {len(attempts) + 1} of {max_attempts} follows")
+
+
+def _in_vain(gain: Gain) -> str:
+    """Why another attempt would meet the time limit as this one did, and the way out.
+
+    Also where the run keeps checkpoints and had none yet. The next attempt begins at the same step and has the same time; what
+    came before the first checkpoint this time (a slow start, long steps, a save that outlasts the margin) comes before it again,
+    but for luck. That luck would be bought with the most that an attempt can cost: the whole limit on all nodes. A start that
+    hangs for a reason of the machine ends earlier, in a collective's own time-out, and that is tried again.
+    """
+    if not gain.every:
+        return (
+            "training.checkpoint_every=0: it would begin again and end again; set training.checkpoint_every, training.steps or "
+            "cluster.time_limit"
+        )
+    since = "" if gain.began_from is None else f" since step {gain.began_from}, where it began"
+    return (
+        f"no checkpoint was saved{since}: it would begin at the same step and end again; raise cluster.time_limit or "
+        f"cluster.signal_margin_s={gain.margin_s}, or lower training.checkpoint_every={gain.every}"
+    )
 
 
 def classify(error: Mapping[str, Any] | None) -> Reason:

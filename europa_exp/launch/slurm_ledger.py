@@ -44,6 +44,9 @@ class Ledger:
 
     def __init__(self, task: Task, run: RunFolder) -> None:
         self.task, self.run = task, run
+        self.began_from: int | None = None
+        """The step of the checkpoint that this attempt goes on from; None for one that begins with nothing."""
+        self._saved_before = 0
 
     # --------------------------------------------------------------------------------------------- the attempt
 
@@ -71,7 +74,8 @@ class Ledger:
         folder = checkpoints.place(run, cfg.cluster.checkpoint_dir)
         for cut in checkpoints.remove_cut(folder):
             self.log(f"removed {cut}: an earlier attempt did not finish writing it")
-        saved = checkpoints.resume_step(run, folder)
+        self.began_from = saved = checkpoints.resume_step(run, folder)
+        self._saved_before = len(checkpoints.saved_steps(run))
         if saved is not None:
             how = f"goes on from step {saved}"
             if (newest := checkpoints.newest_saved(run) or saved) > saved:
@@ -157,6 +161,12 @@ class Ledger:
         if code == STOPPED and (saved := checkpoints.newest(self.run.checkpoints)) is not None:
             steps.append(saved)
         return max(steps, default=None)
+
+    def saved_something(self) -> bool:
+        """Whether this attempt finished a checkpoint. The folder tells, too, where that could not be recorded."""
+        newest = checkpoints.newest(self.run.checkpoints)
+        more = newest is not None and (self.began_from is None or newest > self.began_from)
+        return more or len(checkpoints.saved_steps(self.run)) > self._saved_before
 
     def next_in_chain(self) -> str | None:
         """The job that waits to continue this run after this one; None when it is the last."""

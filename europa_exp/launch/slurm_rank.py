@@ -56,14 +56,18 @@ def work(runs: Sequence[RunFolder], entry: str) -> None:
     """
     signals = _Signals()
     worst = 0
+    worked = False
     try:
         task = Task.here(os.environ)
     except slurm_task.LayoutError as error:
         print(error, file=sys.stderr)
         leave(1)
     for turn, run in enumerate(runs):
-        part = _Turn(task, run, entry, signals, turn=turn, more=turn + 1 < len(runs))
+        part = _Turn(
+            task, run, entry, signals, turn=turn, more=turn + 1 < len(runs), first_to_work=not worked
+        )
         code = part.take()
+        worked = worked or part.worked
         if worst and code == 0 and turn + 1 == len(runs):
             part.let_others_finish()
         worst = worst or code
@@ -108,13 +112,24 @@ class _Signals:
 
 
 class _Turn:
-    """This task's part in one run. ``more``: other runs follow in this job."""
+    """This task's part in one run. ``more``: other runs follow in this job. ``first_to_work``: none before it took any time of
+    this start."""
 
     def __init__(
-        self, task: Task, run: RunFolder, entry: str, signals: _Signals, *, turn: int, more: bool
+        self,
+        task: Task,
+        run: RunFolder,
+        entry: str,
+        signals: _Signals,
+        *,
+        turn: int,
+        more: bool,
+        first_to_work: bool,
     ) -> None:
         self.task, self.run, self.entry, self.signals = task, run, entry, signals
-        self.turn, self.more = turn, more
+        self.turn, self.more, self.first_to_work = turn, more, first_to_work
+        self.worked = False
+        """Whether there was anything to do in this start."""
         self.first = task.rank == 0
         self.ledger = Ledger(task, run)
         self.trouble: dict[str, Any] | None = None
@@ -135,6 +150,7 @@ class _Turn:
         """Run the rank to its end and record it; returns the exit code for this task."""
         if self.ledger.over_before():
             return 0
+        self.worked = True
         with contextlib.suppress(OSError):
             # An earlier attempt's record must not explain this one's end.
             self.run.error_file(self.task.rank).unlink(missing_ok=True)
@@ -347,11 +363,21 @@ class _Turn:
             reason,
             error,
             max_attempts=self.cfg.cluster.max_attempts,
+            gain=self._gain(self.cfg),
         )
         if isinstance(decision, retry.Stop):
             self.ledger.close(State.failed, reason, code=self.code, error=error, why=decision.reason)
             return code
         return self._again(self.cfg, reason, error, decision.why, code, bad)
+
+    def _gain(self, cfg: Config) -> retry.Gain:
+        return retry.Gain(
+            saved=self.ledger.saved_something(),
+            began_from=self.ledger.began_from,
+            every=cfg.training.checkpoint_every,
+            margin_s=cfg.cluster.signal_margin_s,
+            whole_limit=self.first_to_work and not cfg.cluster.inside_allocation,
+        )
 
     def _others_succeeded(self) -> bool:
         """Wait for the other tasks, whose ranks may end later than this one or fail at their exit. False: one failed, or the

@@ -152,9 +152,14 @@ def note_saved(run: RunFolder, step: int) -> None:
 def newest_saved(run: RunFolder) -> int | None:
     """The step whose checkpoint was finished last, there or not. Not always the highest: a run that went on from an older
     checkpoint saves some steps again."""
-    lines = read_lines(run.path / "logs" / SAVED_FILE)
-    steps = [line["step"] for line in lines if isinstance(line.get("step"), int)]
+    steps = saved_steps(run)
     return steps[-1] if steps else None
+
+
+def saved_steps(run: RunFolder) -> list[int]:
+    """The steps whose checkpoints were finished, in the order in which they were, by all attempts together."""
+    lines = read_lines(run.path / "logs" / SAVED_FILE)
+    return [line["step"] for line in lines if isinstance(line.get("step"), int)]
 
 
 # ---------------------------------------------------------------------------------------------------------- what may go

@@ -164,3 +164,21 @@ def stop_when_asked(cfg, run, runtime) -> None:
             (run.path / "asked").touch()
         time.sleep(0.05)
     sys.exit(STOPPED)
+
+
+def save_when_asked(cfg, run, runtime) -> None:
+    """Like ``stop_when_asked``, and leaves what a checkpoint of step 5 would."""
+    from europa_exp.runs import checkpoints
+
+    if _rank() == 0:
+        place = run.checkpoints / "step-5"
+        place.mkdir(parents=True)
+        (place / ".metadata").touch()
+        checkpoints.note_saved(run, 5)
+    stop_when_asked(cfg, run, runtime)
+
+
+def stop_unless_first(cfg, run, runtime) -> None:
+    """The first run of a job takes its time and is done; later ones are asked to stop."""
+    if cfg.training.seed == 13:
+        stop_when_asked(cfg, run, runtime)

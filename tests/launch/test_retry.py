@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 
-from europa_exp.launch.retry import AGAIN, Requeue, Stop, classify, decide
+from europa_exp.launch import retry
+from europa_exp.launch.retry import AGAIN, Gain, Requeue, Stop, classify
 from europa_exp.runs.attempts import Reason
 
 SEGFAULT = {
@@ -12,6 +16,13 @@ SEGFAULT = {
     "type": "Killed",
     "message": "rank 3 was killed by signal 11 (SIGSEGV); see logs/rank_3.log",
 }
+
+
+SAVED = Gain(saved=True, began_from=5, every=10, margin_s=60, whole_limit=True)
+
+
+def decide(ended, reason, error, *, max_attempts: int, gain: Gain = SAVED) -> Requeue | Stop:
+    return retry.decide(ended, reason, error, max_attempts=max_attempts, gain=gain)
 
 
 def attempts(*ends: tuple[Reason | None, int | None, dict | None]) -> list[dict]:
@@ -105,6 +116,39 @@ def test_a_time_limit_without_progress_is_not_tried_for_ever():
     stop = decide(twice, Reason.time_limit, None, max_attempts=9)
     assert isinstance(stop, Stop)
     assert "before its first step" in stop.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"every": 0, "began_from": None},
+            "training.checkpoint_every=0: it would begin again and end again; set training.checkpoint_every, training.steps or "
+            "cluster.time_limit",
+        ),
+        ({"began_from": None}, "no checkpoint was saved: it would begin at the same step"),
+        (
+            {"margin_s": 7},
+            "saved since step 5, where it began: .*signal_margin_s=7, .*checkpoint_every=10",
+        ),
+    ],
+)
+def test_a_time_limit_before_which_nothing_was_saved_is_the_end(change, words):
+    nothing = replace(SAVED, saved=False, **change)
+    stop = decide(attempts((None, 40, None)), Reason.time_limit, None, max_attempts=9, gain=nothing)
+    assert isinstance(stop, Stop)
+    assert re.search(words, stop.reason)
+    # Other runs of the job took a part of its time; alone it may have enough.
+    shared = replace(nothing, whole_limit=False)
+    assert isinstance(
+        decide(attempts((None, 40, None)), Reason.time_limit, None, max_attempts=9, gain=shared), Requeue
+    )
+
+
+@pytest.mark.parametrize("reason", sorted(AGAIN - {Reason.time_limit}))
+def test_what_is_not_the_time_limit_may_go_well_from_the_start(reason):
+    nothing = replace(SAVED, saved=False, every=0, began_from=None)
+    assert isinstance(decide(attempts((None, 7, None)), reason, None, max_attempts=2, gain=nothing), Requeue)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ esac
 """
 
 RUNNING = "JobId=77 JobState=RUNNING Restarts=0 RunTime=00:00:10 TimeLimit=01:00:00 PreemptTime=None ExcNodeList=(null)"
+OVERTIME = RUNNING.replace("00:00:10", "00:59:30")
 
 
 def variables(
@@ -245,7 +246,8 @@ def test_a_start_that_hung_does_not_speak_for_the_one_that_followed(step, tmp_pa
     """Slurm gave its node up, and the run went on elsewhere; then the node is back."""
     [run] = make_runs(tmp_path / "runs", on_slurm(requeue=True))
     step.start("crash_on_1" if how == "crash" else "wait_for_go", run)
-    until(lambda: attempts(run))
+    # Before that it may hold the lock of the record, which nobody would give back.
+    until(lambda: run.launcher_log.exists() and "attempt 1" in run.launcher_log.read_text())
     step.signal(signal.SIGSTOP)
     open_attempt(run.path, job_id="77", start="77.1.0", nodes=["127.0.0.2"], lost=Reason.node_failure)
     (run.path / "go").touch()
@@ -327,14 +329,60 @@ def test_slurm_may_be_faster_with_the_requeue(step, tmp_path):
 @pytest.mark.parametrize("who", [0, 1])
 def test_ranks_that_were_asked_to_stop_start_again(step, tmp_path, who):
     [run] = make_runs(tmp_path / "runs", on_slurm(requeue=True))
-    (step.place / "job").write_text(RUNNING.replace("00:00:10", "00:59:30"))
-    step.start("stop_when_asked", run)
+    (step.place / "job").write_text(OVERTIME)
+    step.start("save_when_asked", run)
     up(run)
     step.signal(signal.SIGUSR2, who)
     until(lambda: "requeue 77" in step.asked())
     assert run.status().state == "queued"
     assert attempts(run)[0]["reason"] == "time_limit"
     assert [task.poll() for task in step.tasks] == [None, None], "no task ends before Slurm kills it"
+
+
+def test_a_time_limit_ends_a_run_that_would_begin_again_with_nothing(step, tmp_path):
+    """Of a job with two runs the second had only what the first left it of the time: it starts again, and then it is judged."""
+    (step.place / "job").write_text(OVERTIME)
+    [alone] = make_runs(tmp_path / "alone", on_slurm(requeue=True))
+    step.start("stop_when_asked", alone)
+    up(alone)
+    step.signal(signal.SIGUSR2)
+    assert step.codes() == [STOPPED, STOPPED]
+    status = alone.status()
+    assert (status.state, attempts(alone)[0]["reason"]) == ("failed", "time_limit")
+    assert "training.checkpoint_every=0: it would begin again and end again" in status.error["message"]
+    assert "requeue" not in step.asked()
+
+    step.end()
+    late = on_slurm(requeue=True)
+    late.training.seed = 13
+    first, second = make_runs(tmp_path / "both", on_slurm(requeue=True), late)
+    step.start("stop_unless_first", first, second)
+    up(second)
+    step.signal(signal.SIGUSR2)
+    until(lambda: "requeue 77" in step.asked())
+    assert [str(run.status().state) for run in (first, second)] == ["completed", "queued"]
+    step.end()
+    (second.path / "asked").unlink()
+    step.start("stop_unless_first", first, second, restarts=1)
+    until(lambda: len(attempts(second)) == 2)
+    step.signal(signal.SIGUSR2)
+    assert step.codes() == [STOPPED, STOPPED]
+    assert second.status().state == "failed"
+
+
+def test_a_checkpoint_of_an_earlier_attempt_does_not_count_for_this_one(step, tmp_path):
+    (step.place / "job").write_text(OVERTIME)
+    saving = on_slurm(requeue=True)
+    saving.training.checkpoint_every = 5
+    [run] = make_runs(tmp_path / "runs", saving)
+    (run.checkpoints / "step-5").mkdir(parents=True)
+    (run.checkpoints / "step-5" / ".metadata").touch()
+    checkpoints.note_saved(run, 5)
+    step.start("stop_when_asked", run)
+    up(run)
+    step.signal(signal.SIGUSR2)
+    assert step.codes() == [STOPPED, STOPPED]
+    assert "no checkpoint was saved since step 5" in run.status().error["message"]
 
 
 def test_without_requeue_the_next_job_of_a_chain_goes_on(step, tmp_path):
