@@ -555,3 +555,13 @@ def test_a_step_whose_ranks_did_not_start_shows_the_words_of_srun(tmp_path: Path
     found = explain(failed(tmp_path, attempts=[], error=error))
     assert (found.cause, found.title) == ("launcher", message)
     assert words in proof(found)
+
+
+@pytest.mark.parametrize("kind", ["StartError", "AgentKilled", "TooManyAttemptsError"])
+def test_a_title_is_one_line_and_its_proof_has_the_others(tmp_path: Path, kind: str) -> None:
+    error = {"rank": None, "type": kind, "message": "rank 0 can't be started:\n  no such file: python9"}
+    found = explain(failed(tmp_path, attempts=[], error=error))
+    assert "rank 0 can't be started" in found.title
+    assert "\n" not in found.title
+    assert all("\n" not in line for entry in found.evidence for line in entry.lines)
+    assert "  no such file: python9" in proof(found).split("\n")

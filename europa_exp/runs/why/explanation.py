@@ -77,9 +77,9 @@ class Explanation:
     behind: tuple[int, ...] = ()
 
 
-def proof(place: str, *lines: str) -> list[Evidence]:
-    """Evidence of the lines that say something; none if there is no such line."""
-    said = tuple(shorten(line) for line in lines if line.strip())
+def proof(place: str, *texts: str) -> list[Evidence]:
+    """Evidence of the lines of ``texts`` that say something; none if there is no such line."""
+    said = tuple(shorten(line) for text in texts for line in text.splitlines() if line.strip())
     return [Evidence(place, said)] if said else []
 
 
@@ -87,6 +87,12 @@ def shorten(line: str) -> str:
     """A line as it is shown: long ones end in dots."""
     line = line.rstrip()
     return line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 3] + "..."
+
+
+def in_one_line(text: str) -> str:
+    """The first line; with the next one, where the first only announces it."""
+    lines = [line.strip() for line in text.strip().split("\n") if line.strip()]
+    return shorten(" ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1]))
 
 
 def bounded(evidence: Iterable[Evidence]) -> tuple[Evidence, ...]:

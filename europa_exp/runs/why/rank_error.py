@@ -5,12 +5,12 @@ from __future__ import annotations
 from europa_exp.runs.why import evidence
 from europa_exp.runs.why.advice import next_steps
 from europa_exp.runs.why.case import Case, ErrorRecord
-from europa_exp.runs.why.explanation import IN_WORDS, Cause, Explanation, proof, shorten
+from europa_exp.runs.why.explanation import IN_WORDS, Cause, Explanation, in_one_line, proof
 
 
 def named_by_error(case: Case, cause: Cause, error: ErrorRecord, *, sure: bool = True) -> Explanation:
     """``cause`` as ``error`` tells it, with what the rank's log says around."""
-    what = _in_one_line(error.said)
+    what = in_one_line(error.said)
     if error.rank is not None:
         lines = evidence.of_error(case, error.rank, error)
     else:
@@ -25,9 +25,3 @@ def named_by_error(case: Case, cause: Cause, error: ErrorRecord, *, sure: bool =
         rank=error.rank,
         sure=sure,
     )
-
-
-def _in_one_line(text: str) -> str:
-    """The first line; with the next one, where the first only announces it."""
-    lines = [line.strip() for line in text.strip().split("\n") if line.strip()]
-    return shorten(" ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1]))

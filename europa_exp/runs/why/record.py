@@ -10,7 +10,7 @@ from europa_exp.runs.why import evidence, slurm, symptoms
 from europa_exp.runs.why.advice import next_steps
 from europa_exp.runs.why.case import Case, ErrorRecord
 from europa_exp.runs.why.collective import lost, timed_out
-from europa_exp.runs.why.explanation import MOST_LINES, Cause, Explanation, proof, shorten
+from europa_exp.runs.why.explanation import MOST_LINES, Cause, Explanation, in_one_line, proof
 from europa_exp.runs.why.rank_error import named_by_error
 from europa_exp.runs.why.requeued import too_many_starts
 from europa_exp.runs.why.silent_end import ended_silently
@@ -111,7 +111,7 @@ def _launcher(case: Case, error: ErrorRecord) -> Explanation:
     what = "the process that ran it was killed" if killed else "its ranks could not be started"
     return case.explained(
         Cause.launcher,
-        f"{what}: {error.message}",
+        f"{what}: {in_one_line(error.message)}",
         [*proof(evidence.STATUS, error.message), *case.launcher_log().last(4)],
         [
             "If nobody killed it, the machine ran out of memory: `dmesg -T | grep -i 'killed process'`"
@@ -126,7 +126,7 @@ def _no_start(case: Case, error: ErrorRecord) -> Explanation:
     words = error.traceback.splitlines()[-MOST_LINES + 1 :]
     return case.explained(
         Cause.launcher,
-        shorten(error.first_line),
+        in_one_line(error.message),
         proof(evidence.STATUS, error.message, *words),
         [
             "If the allocation lacks what the run asks for, take another one; then run it again: "

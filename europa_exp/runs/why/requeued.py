@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from europa_exp.runs.why import evidence
 from europa_exp.runs.why.case import Case, ErrorRecord
-from europa_exp.runs.why.explanation import MOST_PLACES, Cause, Explanation, bounded
+from europa_exp.runs.why.explanation import MOST_PLACES, Cause, Explanation, bounded, in_one_line, proof
 
 
 def too_many_starts(case: Case, error: ErrorRecord) -> Explanation:
     """Slurm started the job more often than ``cluster.max_attempts`` allows."""
     return case.explained(
         Cause.too_many_attempts,
-        f"it was started too often: {error.message}",
-        evidence.history(case.attempts),
+        f"it was started too often: {in_one_line(error.message)}",
+        [*evidence.history(case.attempts), *proof(evidence.STATUS, error.message)],
         ["Look at how the earlier attempts ended, and raise cluster.max_attempts if that was bad luck"],
     )
 
