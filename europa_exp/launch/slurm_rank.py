@@ -417,9 +417,8 @@ class _Turn:
         if cfg.cluster.requeue and not cfg.cluster.inside_allocation:
             # Before Slurm is asked: it kills this process.
             self.ledger.close(State.queued, reason, code=self.code, error=error, why=why, ended=False)
-            trouble = slurm_task.requeue(self.task)
-            if trouble is None or slurm_task.ask(self.task).restarts > self.task.restarts:
-                # In the second case Slurm was faster.
+            trouble = slurm_task.requeue(self.task, pause=self._pause, say=self.ledger.log)
+            if trouble is None:
                 self._avoid(str(self.task.job), bad)
                 self.ledger.log("requeued")
                 _wait_to_be_killed()
@@ -435,6 +434,13 @@ class _Turn:
             why = f"{reason}, and cluster.requeue=false with no job to follow this one"
         self.ledger.close(State.failed, reason, code=self.code, error=error, why=why)
         return code
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep, but no longer once Slurm ends the job: what is to be asked of it has to be asked then."""
+        counts, end = self.signals.counts, time.monotonic() + seconds
+        terms = counts[signal.SIGTERM]
+        while counts[signal.SIGTERM] == terms and (left := end - time.monotonic()) > 0:
+            self.signals.wait(left)
 
     def _avoid(self, job: str, nodes: Sequence[str]) -> None:
         if nodes and (trouble := slurm_task.avoid(job, nodes)) is not None:

@@ -5,13 +5,27 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from europa_exp.config.schema import Config
 from europa_exp.runs.slurm_record import node_names
 
 _TIMEOUT_S = 20
+
+_ASK_EVERY_S = 10.0
+_ASK_FOR_S = 600.0
+"""Longest time for which a controller that is away is asked to start the job again."""
+
+_ASK_UNTIL_S = 60.0
+"""Seconds before the end of the job at which that stops."""
+
+_AWAY = re.compile(
+    r"does not answer|unable to contact|unexpected message|timed?[ -]?out|connect|zero bytes|standby|temporarily",
+    re.IGNORECASE,
+)
+"""In what scontrol says when no controller answers, or one that is about to come or go."""
 
 
 class LayoutError(Exception):
@@ -43,6 +57,9 @@ class Task:
 
     step: int = 0
 
+    ends_at: float | None = None
+    """When the job has to end, in seconds since 1970, as far as Slurm says so."""
+
     @property
     def start(self) -> str:
         """The name of this start of this job."""
@@ -66,6 +83,7 @@ class Task:
                 job_id=f"{array}_{index}" if array and index else job,
                 restarts=int(environ.get("SLURM_RESTART_COUNT") or 0),
                 step=int(environ.get("SLURM_STEP_ID") or 0),
+                ends_at=float(end) if (end := environ.get("SLURM_JOB_END_TIME", "")).isdigit() else None,
             )
         except (KeyError, ValueError) as error:
             raise LayoutError(f"this is no task of a Slurm job step: {error!r} in its environment") from error
@@ -124,20 +142,44 @@ def down(nodes: Sequence[str]) -> list[str]:
     return [node for node, state in states if re.search(r"DOWN|FAIL|NOT_RESPONDING|\*", state)]
 
 
-def requeue(task: Task) -> str | None:
-    """Make Slurm start the job again; why it refuses, or None. Slurm ends this process soon after."""
-    done = _call("scontrol", "requeue", str(task.job))
-    if done is None:
-        return "scontrol does not answer"
-    return None if done.returncode == 0 else (done.stderr or done.stdout).strip() or "scontrol refuses"
+def requeue(task: Task, *, pause: Callable[[float], object], say: Callable[[str], object]) -> str | None:
+    """Make Slurm start the job again; why it does not, or None. Slurm ends this process soon after.
+
+    A controller that is away (for minutes, where it is restarted) is asked again and again, as long as the job has time.
+    ``pause`` waits so many seconds, ``say`` writes a line for people.
+    """
+    end = time.time() + _ASK_FOR_S
+    if task.ends_at is not None:
+        end = min(end, task.ends_at - _ASK_UNTIL_S)
+    told = False
+    while True:
+        trouble = _trouble("scontrol", "requeue", str(task.job))
+        if trouble is None or ask(task).restarts > task.restarts:
+            return None  # in the second case Slurm was faster
+        if not _AWAY.search(trouble) or time.time() + _ASK_EVERY_S > end:
+            return trouble
+        if not told:
+            say(f"scontrol requeue: {trouble}; it is asked again every {_ASK_EVERY_S:.0f} s")
+            told = True
+        pause(_ASK_EVERY_S)
 
 
 def avoid(job: str, nodes: Sequence[str]) -> str | None:
     """Keep a job away from nodes; what went wrong, or None. Slurm takes this only while a job waits (again)."""
-    done = _call("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}")
+    return _trouble("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}")
+
+
+def cancel(jobs: Sequence[str]) -> str | None:
+    """Cancel jobs; what went wrong, or None."""
+    return _trouble("scancel", *jobs)
+
+
+def _trouble(*command: str) -> str | None:
+    """Why a command of Slurm failed; None when it did not."""
+    done = _call(*command)
     if done is None:
-        return "scontrol does not answer"
-    return None if done.returncode == 0 else (done.stderr or done.stdout).strip() or "scontrol refuses"
+        return f"{command[0]} does not answer"
+    return None if done.returncode == 0 else (done.stderr or done.stdout).strip() or f"{command[0]} refuses"
 
 
 def _call(*command: str) -> subprocess.CompletedProcess[str] | None:

@@ -8,13 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from launching import config, environ, make_runs, until
 
 from europa_exp.config.schema import Executor
-from europa_exp.launch import environment, slurm_exclude
+from europa_exp.launch import environment, slurm_exclude, slurm_task
 from europa_exp.launch.slurm_task import LayoutError, Task
 from europa_exp.runs import checkpoints
 from europa_exp.runs.attempts import STOPPED, Reason, attempts_of, open_attempt
@@ -29,7 +30,8 @@ SCONTROL = """#!/bin/sh
 echo "$*" >>"$EUROPA_FAKE/asked"
 case "$*" in
 *"show job"*) cat "$EUROPA_FAKE/job" ;;
-requeue*) [ ! -e "$EUROPA_FAKE/refuse" ] || { echo "Requested operation is presently disabled" >&2; exit 1; } ;;
+requeue*) [ ! -e "$EUROPA_FAKE/away" ] || { echo "slurm_requeue error: Unexpected message received" >&2; exit 1; }
+    [ ! -e "$EUROPA_FAKE/refuse" ] || { echo "Requested operation is presently disabled" >&2; exit 1; } ;;
 esac
 """
 
@@ -290,6 +292,41 @@ def test_checkpoints_that_are_gone_end_the_run(step, tmp_path):
     assert (status.state, attempts(run)[-1]["reason"]) == ("failed", "bad_configuration")
     assert f"{place}: {run.name} has saved step 10 there" in status.error["message"]
     assert "requeue" not in step.asked()
+
+
+def test_a_controller_that_is_away_is_asked_again(step, tmp_path):
+    """And at once when Slurm ends the job: it is back then."""
+    [run] = make_runs(tmp_path / "runs", on_slurm(requeue=True))
+    (step.place / "away").touch()
+    step.start("crash_on_1", run)
+    step.tasks[1].wait(timeout=60)
+    step.signal(signal.SIGTERM, 0)
+    until(lambda: "Unexpected message received; it is asked again" in run.launcher_log.read_text())
+    assert run.status().state == "queued"
+    (step.place / "away").unlink()
+    step.signal(signal.SIGTERM, 0)
+    until(lambda: run.launcher_log.read_text().endswith(" requeued\n"))
+    assert step.asked().count("requeue 77") >= 2
+    assert run.status().state == "queued"
+
+
+@pytest.mark.parametrize(("ends_in", "asked"), [(30, 1), (-100, 1), (None, 3)])
+def test_it_is_asked_again_only_while_the_job_has_time(step, tmp_path, monkeypatch, ends_in, asked):
+    (step.place / "away").touch()
+    monkeypatch.setenv("PATH", f"{step.place}:{os.environ['PATH']}")
+    monkeypatch.setenv("EUROPA_FAKE", str(step.place))
+    ends = {} if ends_in is None else {"SLURM_JOB_END_TIME": str(int(time.time()) + ends_in)}
+    pauses, said = [], []
+
+    def pause(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            (step.place / "away").rename(step.place / "refuse")
+
+    trouble = slurm_task.requeue(Task.here(variables(0, 2) | ends), pause=pause, say=said.append)
+    assert step.asked().count("requeue 77") == asked
+    assert ("presently disabled" if asked == 3 else "Unexpected message") in trouble
+    assert len(said) == (1 if asked == 3 else 0)
 
 
 def test_where_slurm_refuses_the_run_has_failed(step, tmp_path):
