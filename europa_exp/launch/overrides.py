@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from europa_exp.config.errors import Problem
 from europa_exp.launch.fields import field_types, free_mapping, group_names, hint_of, near, takes_text
+from europa_exp.runs.commands import for_shell, quoted
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -72,18 +73,6 @@ def write(value: Any) -> str:
     }:
         return text
     return quoted(text)
-
-
-def quoted(text: str) -> str:
-    """Text in quotes that Hydra's grammar takes off again."""
-    from hydra.core.override_parser.types import Quote, QuotedString
-
-    return QuotedString(text, Quote.single if '"' in text and "'" not in text else Quote.double).with_quotes()
-
-
-def for_shell(key: str, value: str) -> str:
-    """What to type in a shell so that ``key`` gets exactly this text."""
-    return shlex.quote(f"{key}={quoted(value)}")
 
 
 def normalize(text: str) -> str:

@@ -27,6 +27,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from europa_exp.runs import commands
 from europa_exp.runs.files import append_line, read_lines
 from europa_exp.runs.folder import RunFolder, RunFolderError
 from europa_exp.runs.status import now
@@ -121,7 +122,7 @@ def resume_step(run: RunFolder, folder: Path, damaged: Mapping[int, str] | None 
         what = "".join(f"; that of step {step} {words}" for step, words in damaged.items())
         raise RunFolderError(
             f"{folder}: {run.name} has saved step {saved} there, and no whole checkpoint is left (a folder on scratch is "
-            f"cleaned by the site){what}. Put one back, or begin anew in a run of its own: python launch.py rerun={run.name}"
+            f"cleaned by the site){what}. Put one back, or begin anew in a run of its own: {commands.rerun(run)}"
         )
     return there
 

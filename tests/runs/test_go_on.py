@@ -13,7 +13,8 @@ from making import config, make_run
 
 from europa_exp.launch.go_on import go_on_command
 from europa_exp.launch.overrides import normalize, parse
-from europa_exp.runs.folder import RunFolder
+from europa_exp.runs import checkpoints, commands
+from europa_exp.runs.folder import RunFolder, RunFolderError
 
 NAME = 'max_ctas=16,it\'s-"1"'
 
@@ -65,11 +66,77 @@ def test_checkpoints_elsewhere_are_named_by_the_runs_link(submitted, tmp_path):
     assert submitted[0][0].cfg.training.initial_checkpoint == str(run.checkpoints / "step-12")
 
 
-def test_the_cluster_that_was_named_is_named_again(tmp_path):
-    run = ended(tmp_path / "runs", "comm=fp8", "cluster=slurm", "cluster.nodelist=n1")
-    assert [w for w in pasted(go_on_command(run, "lost") or "") if w.startswith("cluster")] == [
-        "cluster=slurm"
-    ]
+OF_CLUSTER = (
+    "cluster=slurm",
+    "cluster.network_interface=lo",
+    "cluster.time_limit='00:10:00'",
+    "cluster.account=ours",
+    "+cluster.sbatch_args.hold='true'",
+    'cluster.comment="$(touch x)"',
+    "cluster.nodelist=n1",
+)
+
+
+def advised(told: str) -> list[str]:
+    """The commands that start a run among what is said to be next."""
+    lines = [line for line in told.splitlines() if line.startswith("Next: ") and "python launch.py" in line]
+    return [line[line.index("python launch.py") :] for line in lines]
+
+
+def test_every_advice_to_run_it_again_leads_to_where_it_ran(submitted, tmp_path):
+    """The cluster with all that was typed of it, and the runs folder: a rerun takes neither from the record."""
+    typed = (*OF_CLUSTER, "cluster.nodelist=n2")
+    first = call(*typed, "comm=fp8")
+    assert first.code == 0, first.err
+    wanted = submitted.pop()[0].cfg.cluster
+    assert wanted.nodelist == "n2"
+    run = ended(tmp_path / "their runs", *typed, "comm=fp8", name="r-1")
+    told = europa("why", run.name, runs=tmp_path / "their runs").stdout
+    again, goes_on = advised(told)
+    for line in (again, goes_on):
+        words = pasted(line)
+        assert not [w for w in words if w.startswith("comm")], "the record has the rest"
+        result = call(*words)
+        assert result.code == 0, result.err
+        ((point,),) = (submitted.pop(),)
+        assert point.cfg.cluster == wanted
+        assert point.parent == run.name
+        assert Path(point.cfg.launch.runs_dir) == tmp_path / "their runs"
+    assert not Path("x").exists()
+
+
+def test_a_cluster_that_nobody_typed_is_named_too(tmp_path):
+    """An experiment or the file of a sweep can choose it."""
+    run = make_run(
+        tmp_path / "runs",
+        config("cluster=slurm", "cluster.time_limit='1:00:00'"),
+        overrides=["+experiment=x"],
+    )
+    assert pasted(commands.rerun(run)) == [f"rerun={run.name}", "cluster=slurm"]
+    here = make_run(tmp_path / "runs", name="here")
+    assert pasted(commands.rerun(here, "FIELD=VALUE")) == ["rerun=here", "FIELD=VALUE"]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ({"rank": 0, "type": "ConfigError", "message": "seq_len"}, ["FIELD=VALUE"]),
+    ],
+)
+def test_advice_after_a_failure_names_the_cluster(tmp_path, error, words):
+    run = make_run(tmp_path / "runs", overrides=["cluster=slurm", "cluster.nodelist=n1"])
+    run.set_state("failed", error={"traceback": "", **error})
+    (line,) = advised(europa("why", run.name, runs=tmp_path / "runs").stdout)
+    assert pasted(line) == [f"rerun={run.name}", "cluster=slurm", "cluster.nodelist=n1", *words]
+
+
+def test_checkpoints_that_are_gone_name_the_cluster(tmp_path):
+    run = make_run(tmp_path / "runs", overrides=["cluster=slurm", "cluster.nodelist=n1"])
+    checkpoints.note_saved(run, 4)
+    with pytest.raises(RunFolderError) as error:
+        checkpoints.resume_step(run, run.checkpoints)
+    line = str(error.value)[str(error.value).index("python launch.py") :]
+    assert pasted(line) == [f"rerun={run.name}", "cluster=slurm", "cluster.nodelist=n1"]
 
 
 @pytest.mark.parametrize("state", ["completed", "running", "queued", "created"])
