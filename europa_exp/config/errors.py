@@ -7,7 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-_repr = reprlib.Repr()
+
+class _Short(reprlib.Repr):
+    def repr_str(self, x: str, level: int) -> str:
+        return super().repr_str(_without_secrets(x), level)  # before it is cut: half a key is hard to tell
+
+
+_repr = _Short()
 _repr.maxstring = 200
 _repr.maxother = 80
 _repr.maxlong = 40
@@ -34,10 +40,17 @@ class Problem:
     """What there is to choose from, one a line."""
 
     def __str__(self) -> str:
+        """One line (and one for each of ``listed``), without the secrets that somebody typed: messages end in logs."""
+        from europa_exp.config.secrets import is_harmless, is_secret_name
+
+        value = show(self.value)
+        text = self.value if isinstance(self.value, str) else value
+        if is_secret_name(self.field.rpartition(".")[2]) and not is_harmless(text):
+            value = "<hidden>"
         way_out = self.way_out.rstrip(". ")
         end = "" if way_out.endswith("?") else "."
-        text = f"{self.field}={show(self.value)}: {self.rule.rstrip('. ')}. {way_out}{end}"
-        lines = (text, *self.listed)
+        text = f"{self.field}={value}: {self.rule.rstrip('. ')}. {way_out}{end}"
+        lines = map(_without_secrets, (text, *self.listed))
         return "\n      ".join(" ".join(part.strip() for part in line.splitlines()) for line in lines)
 
 
@@ -82,7 +95,13 @@ def show(value: Any) -> str:
         return "<a number too long to print>"
 
 
+def _without_secrets(text: str) -> str:
+    from europa_exp.config.secrets import redact  # here, as most calls have no message to print
+
+    return redact(text, strict=True)[0]
+
+
 def _join(labels: list[str], most: int = 8) -> str:
-    shown = [label or "the composition" for label in labels[:most]]
+    shown = [_without_secrets(label) or "the composition" for label in labels[:most]]
     rest = len(labels) - len(shown)
     return ", ".join(shown) + (f" and {rest} more" if rest else "")

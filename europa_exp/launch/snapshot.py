@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from europa_exp.runs.secrets import redact
+from europa_exp.config.secrets import redact
 
 CODE_FOLDER = ".code"
 """Under the runs folder: snapshots, named by their hash."""

@@ -125,7 +125,7 @@ RANKS_PER_CORE = 16
 
 def _refuse(points: Sequence[Point]) -> None:
     from europa_exp.config import io
-    from europa_exp.runs.secrets import problems_in
+    from europa_exp.config.secrets import problems_in
 
     problems: list[tuple[str, Problem]] = []
     devices = environment.accelerators()

@@ -12,7 +12,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from europa_exp.runs.secrets import redact
+from europa_exp.config.secrets import redact
 
 MAX_FILE = 1 << 20
 """Bytes of one file's part of the patch; a longer part, and an untracked file of this size, is noted instead."""

@@ -175,9 +175,15 @@ def test_nccl_variables_that_reach_out_are_refused(found, name):
     assert "no plugins" in problems[f"nccl.extra.NCCL_{name}"].rule
 
 
-def test_a_secret_is_not_repeated(found):
-    problems = found("+cluster.env.HF_TOKEN=hf_abcdef")
-    assert "hf_abcdef" not in str(problems["cluster.env.HF_TOKEN"])
+@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "FOO_PASS", "NCCL_SECRET"])
+def test_a_secret_is_refused_and_not_repeated(found, name):
+    problem = found(f"+cluster.env.{name}=hf_abcdef")[f"cluster.env.{name}"]
+    assert str(problem).startswith(f"cluster.env.{name}=<hidden>: looks like a secret")
+
+
+@pytest.mark.parametrize("setting", ["TOKENIZERS_PARALLELISM=false", "BYPASS=x", "MAX_TOKEN=512", "MONKEY=x"])
+def test_what_only_sounds_like_a_secret_is_taken(found, setting):
+    assert found(f"+cluster.env.{setting}") == {}
 
 
 def test_all_problems_of_a_configuration_come_together(found):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from europa_exp.runs.secrets import find, is_secret_name, problems_in, redact, redact_args
+from europa_exp.config.secrets import find, problems_in, redact, redact_args
 
 FORTY = "0123456789abcdef" * 2 + "01234567"
 SECRETS = {
@@ -116,6 +116,49 @@ def test_strict_takes_what_is_only_letters_too() -> None:
     assert redact("token=null", strict=True)[1] == []
 
 
+@pytest.mark.parametrize(
+    ("line", "secret"),
+    [
+        ("export FOO_PASS=hunter", "hunter"),
+        ("export FOO_PASS='two words'", "two words"),
+        ('export FOO_PASS="an \\"inner\\" quote"', "inner"),
+        ("read KEY <<< x; export DATA_VAULT_KEY=letters", "letters"),
+        ("SSH_PASSPHRASE=mypassphrase ssh-add", "mypassphrase"),
+        ("mysql --password hunter2x -u me", "hunter2x"),
+        ("tool --db-pass=letters", "letters"),
+        ("PGPASSWORD=letters psql", "letters"),
+        ("export SOME_SECRET_OLD=letters", "letters"),
+    ],
+)
+def test_lines_of_a_job_script_are_read_strictly(line: str, secret: str) -> None:
+    assert problems_in({"cluster": {"setup": ["module load x", line]}}) == [("cluster.setup[1]", "secret")]
+    for recorded in (line, f"cluster.setup=['{line}']", f'cluster.setup=["{line}"]'):
+        assert secret not in redact(recorded, strict=True)[0]
+        assert secret not in redact_args([recorded])[0][0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "export TOKENIZERS_PARALLELISM=false",
+        "export MAX_TOKEN=512",
+        "export HF_TOKEN_PATH=token-file",
+        "export SSH_KEY=/p/home/me/.ssh/id_ed25519",
+        "export TORCHINDUCTOR_POST_GRAD_PASS=custom",
+        "export HF_TOKEN=$(cat ~/.hf)",
+        "export WANDB_API_KEY=${WANDB_API_KEY}",
+        "cd $PWD; export PWD=/a; OLDPWD=x",
+        "first pass: twice the rate; another pass: half of it",
+        "sort --key 2n -t, file",
+        "apptainer exec --bypass=x --tokenizer=y --keys=z --monkey=w",
+        "use --token auth",
+    ],
+)
+def test_lines_that_only_speak_of_secrets_stay(line: str) -> None:
+    assert problems_in({"cluster": {"setup": [line]}}) == []
+    assert redact(line, strict=True) == (line, [])
+
+
 def test_findings_name_the_line_and_never_the_secret() -> None:
     secret = SECRETS["GitHub token"]
     _, findings = redact(f"one\ntwo {secret}\nthree\nfour {secret}")
@@ -189,27 +232,11 @@ def test_problems_name_fields_of_a_configuration() -> None:
     ]
 
 
-def test_every_composition_here_is_free_of_secrets() -> None:
-    from making import config
-
+def test_every_composition_here_is_free_of_secrets(make) -> None:
     from europa_exp.config.io import to_dict
 
     for model in ("debug", "europa_1t"):
-        assert problems_in(to_dict(config(f"model={model}", "nccl=jupiter"))) == []
-
-
-@pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "WANDB_API_KEY", "password", "AWS_SECRET_ACCESS_KEY", "db.passwd", "authToken"]
-)
-def test_names_of_secrets(name: str) -> None:
-    assert is_secret_name(name)
-
-
-@pytest.mark.parametrize(
-    "name", ["tokens_seen", "MONKEY", "TOKENIZERS_PARALLELISM", "max_tokens", "keys", "compass"]
-)
-def test_names_of_no_secrets(name: str) -> None:
-    assert not is_secret_name(name)
+        assert problems_in(to_dict(make(f"model={model}", "nccl=jupiter"))) == []
 
 
 def test_a_long_patch_is_searched_in_linear_time() -> None:

@@ -14,6 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from europa_exp.config.secret_names import is_secret_name
+
+__all__ = ["Finding", "find", "is_harmless", "is_secret_name", "problems_in", "redact", "redact_args"]
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -58,18 +62,24 @@ _PRIVATE_KEY = re.compile(
     r"(?P<body>[^\n]*(?:\n[+\- ]?[ \t]*(?:[A-Za-z0-9+/=]+|[A-Za-z-]+: [^\n]*)?[ \t\r]*(?=\n|\Z))*)"
 )
 
-_WORD = r"pass(?:word|wd|phrase)|pwd|secret|token|api[_-]?key|access[_-]?key|private[_-]?key|credentials?"
-_SECRET_NAME = re.compile(rf"(?i)(?:^|[^A-Za-z]|[a-z](?=[A-Z]))(?:{_WORD})$|(?:{_WORD})$")
 _ASSIGNED = re.compile(
-    rf"(?i)(?:{_WORD})(?:[\"']?\s{{0,8}}(?:=|:)\s{{0,8}})"
-    r"(?:\"(?P<double>[^\"\n]{1,512})\"|'(?P<single>[^'\n]{1,512})'|(?P<bare>[^\s\"',;&)\]}]{1,512}))"
+    r"(?i)(?:pass|pwd|secret|token|key|cred)[a-z0-9_-]{0,32}\\?[\"']?\s{0,8}[=:]\s{0,8}"
+    r"(?:\"(?P<double>(?:[^\"\\\n]|\\.){1,512})\"|'(?P<single>(?:[^'\\\n]|\\.){1,512})'"
+    r"|\\\"(?P<inner_double>[^\"\n]{1,512}?)\\\"|\\'(?P<inner_single>[^'\n]{1,512}?)\\'"
+    r"|(?P<bare>[^\s\"',;&)\]}]{1,512}))"
+)
+_NAME = re.compile(r"[A-Za-z0-9_-]*")
+_NAME_BEFORE = re.compile(r"[A-Za-z0-9_-]{0,64}$")
+_FLAGGED = re.compile(
+    r"(?<![^\s\"'])--?(?P<flag>[A-Za-z][A-Za-z0-9_-]{0,48})\s+[\"']?(?P<value>[^\s\"';&|-][^\s\"';&|]{0,512})"
 )
 _PLACEHOLDER = re.compile(
-    r"(?i)^(?:[<\[{$*%].*|.*(?:\$\{|\{\{|<redacted|\[redacted).*|x{3,}|\.{3,}|none|null|true|false|str|int|bytes|"
-    r"(?:your|my|the|some|example|dummy|changeme|redacted|hidden).*|\?+)$"
+    r"(?i)^(?:[<\[{$`].*|%[sdr(].*|\*+|.*(?:\$\{|\{\{|<redacted|\[redacted).*|x{3,}|\.{3,}|none|null|true|false|str|int|bytes|"
+    r"(?:your|my|the|some|example|dummy|changeme|redacted|hidden)(?:[ _-].*)?|\?+)$"
 )
 _CODE = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*(?:[.(\[].*)?$")
-_FLAG = re.compile(rf"(?i)^--?(?:[a-z0-9]+[_-])*(?:{_WORD})$")
+_NUMBER = re.compile(r"[+-]?(?:\d{1,3}|\d*\.\d*(?:e[+-]?\d+)?)")
+_PATH = re.compile(r"(?:(?:~|\.{1,2})(?:/[\w.@+-]+)+|(?:/[\w.@+-]+){2,})/?")
 
 
 def redact(text: str, *, strict: bool = False) -> tuple[str, list[Finding]]:
@@ -107,7 +117,7 @@ def redact_args(args: Sequence[str]) -> tuple[list[str], list[Finding]]:
     clean: list[str] = []
     findings: list[Finding] = []
     for number, arg in enumerate(args, start=1):
-        if number > 1 and _FLAG.match(args[number - 2]) and not arg.startswith("-"):
+        if number > 1 and _is_secret_flag(args[number - 2]) and not arg.startswith("-"):
             clean.append(_cover(arg, "secret"))
             findings.append(Finding("secret", number))
             continue
@@ -125,17 +135,28 @@ def problems_in(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(path, kind) for path, name, value in _leaves(config, "") if (kind := _kind(name, value))]
 
 
-def is_secret_name(name: str) -> bool:
-    """True for names of variables and fields that hold secrets: ``HF_TOKEN``, ``wandb_api_key``, ``password``."""
-    return _SECRET_NAME.search(name) is not None
+def is_harmless(value: str) -> bool:
+    """A value that is no secret whatever its name: nothing, a placeholder, a small number, where a file lies."""
+    if not value or _PLACEHOLDER.match(value) or _NUMBER.fullmatch(value):
+        return True
+    return _PATH.fullmatch(value) is not None and not any(map(_has_all_kinds, value.split("/")))
 
 
 def _kind(name: str, value: str) -> str | None:
     if found := find(value, strict=True):
         return found[0].kind
-    if is_secret_name(name) and value and not _PLACEHOLDER.match(value):
-        return "secret"
-    return None
+    return "secret" if is_secret_name(name) and not is_harmless(value) else None
+
+
+def _is_secret_flag(arg: str) -> bool:
+    return arg.startswith("-") and "=" not in arg and is_secret_name(arg.lstrip("-"))
+
+
+def _has_all_kinds(part: str) -> bool:
+    """True for the long mixture of digits and both cases that a key is, and a folder hardly ever."""
+    return len(part) >= 16 and all(
+        any(test(c) for c in part) for test in (str.isdigit, str.islower, str.isupper)
+    )
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, str, str]]:
@@ -174,12 +195,23 @@ def _spans(text: str, strict: bool) -> list[tuple[int, int, str]]:
 
 def _assignments(text: str, strict: bool) -> Iterator[tuple[int, int, str]]:
     for match in _ASSIGNED.finditer(text):
-        group = next(g for g in ("double", "single", "bare") if match[g] is not None)
+        group = match.lastgroup or "bare"
         value = match[group]
-        if _PLACEHOLDER.match(value):
+        before = _NAME_BEFORE.search(text, max(0, match.start() - 64), match.start())
+        rest = _NAME.match(match[0])
+        assert before is not None  # it takes nothing too
+        assert rest is not None
+        name = before[0] + rest[0]
+        if not is_secret_name(name, in_code=not strict) or is_harmless(value.rstrip(":.")):
             continue
-        if strict or _looks_secret(value, quoted=group != "bare"):
+        # "another pass: twice the rate" is prose, whatever reads it.
+        prose = name.lower() == "pass" and group == "bare" and "=" not in match[0]
+        if (strict and not prose) or _looks_secret(value, quoted=group != "bare"):
             yield (*match.span(group), "secret")
+    for match in _FLAGGED.finditer(text) if strict else ():
+        value = match["value"]
+        if is_secret_name(match["flag"]) and not is_harmless(value) and _looks_secret(value, quoted=True):
+            yield (*match.span("value"), "secret")
 
 
 def _looks_secret(value: str, *, quoted: bool) -> bool:
