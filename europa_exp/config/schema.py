@@ -610,7 +610,8 @@ class Cluster:
     --no-requeue, and dependent jobs continue the run."""
 
     max_attempts: int = knob(1, within="[1, 100]")
-    """Most attempts of one run, the first included."""
+    """Most attempts of one run, the first included. One that met the time limit and saved nothing newer than it began from is the
+    last: the next one would end like it."""
 
     signal_margin_s: int = knob(0, within="[0, 65535]")
     """Seconds before the time limit at which ranks are told to save and stop (sbatch --signal=USR2@margin); 0 tells nobody."""
@@ -664,7 +665,8 @@ class Launch:
     """Return as soon as Slurm has the jobs, and say what to type next; without it the call follows them. executor=slurm only."""
 
     max_node_hours: float | None = knob(None, within="(0, inf)")
-    """Refuse a call whose jobs could use more node-hours than this: nodes x time limit, over all points."""
+    """Refuse a call whose jobs could use more node-hours than this: nodes x cluster.time_limit x cluster.max_attempts, over all
+    points. A budget holds for all attempts, so one that must be small wants cluster.max_attempts=1. Earlier calls don't count."""
 
     points_per_job: int = knob(1, within="[1, inf)")
     """Points that run in turn inside one Slurm job, on the same nodes: one wait in the queue, and no differences between nodes."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 COLUMNS = ("name", "hash", "what differs", "ranks", "runs")
 _WIDEST = 120
 SLURM_COLUMNS = ("nodes", "node-hours")
-"""Beside `COLUMNS` where a point goes to Slurm; the hours of a row are those of all its runs."""
+"""Beside `COLUMNS` where a point goes to Slurm; the hours of a row are those of all its runs, one attempt each."""
 
 
 def show(plan: Plan, stream: TextIO | None = None) -> None:
@@ -63,9 +63,16 @@ def cost(points: list[Point]) -> list[str]:
         many = f"{jobs} jobs of" if jobs > 1 else "1 job of"
         nodes = f"{cfg.parallelism.nodes} node{'s' if cfg.parallelism.nodes > 1 else ''}"
         limit = f" for at most {cfg.cluster.time_limit}" if cfg.cluster.time_limit else ""
-        lines.append(f"{cfg.cluster.name}: {many} {nodes}{limit}, {hours_text(hours)} node-hours")
+        line = f"{cfg.cluster.name}: {many} {nodes}{limit}, {hours_text(hours)} node-hours"
+        tries = max(point.cfg.cluster.max_attempts for point in group)
+        if tries > 1:
+            run = " a run" if len(group) > 1 else ""
+            line += f"; at most {tries} attempts{run}: {hours_text(slurm.most_node_hours(group))} node-hours"
+        lines.append(line)
     if len(lines) > 1:
-        lines.append(f"in all {hours_text(slurm.node_hours(points))} node-hours")
+        once, most = slurm.node_hours(points), slurm.most_node_hours(points)
+        further = f"; with all attempts {hours_text(most)}" if most > once else ""
+        lines.append(f"in all {hours_text(once)} node-hours{further}")
     problem = slurm.too_expensive(points)
     if problem is not None:
         lines.append(f"This call would be refused: {problem}")

@@ -15,7 +15,7 @@ import pytest
 from compose import composed
 from composing import ROOT, call
 
-from europa_exp.launch import arrays, slurm
+from europa_exp.launch import arrays, preview, slurm
 from europa_exp.launch.points import Point
 from europa_exp.runs.folder import RunFolder
 
@@ -440,8 +440,8 @@ def test_preview_tells_nodes_and_node_hours():
         "launch.preview=true",
     )
     assert f"{each}\n" in once.out
-    shapes = call("-m", "cluster=slurm", "cluster.time_limit='01:00:00','02:00:00'", "launch.preview=true")
-    assert "in all 6 node-hours; with all attempts 18\n" in shapes.out
+    shapes = points("cluster=slurm") + points("cluster=slurm", "cluster.time_limit='02:00:00'")
+    assert preview.cost(shapes)[-1] == "in all 6 node-hours; with all attempts 18"
     out = call("-m", "cluster=slurm", "comm=fp8,bf16", "launch.max_node_hours=1", "launch.preview=true").out
     assert "would be refused: launch.max_node_hours=1.0" in out
     assert "node-hours" not in call("launch.preview=true").out
