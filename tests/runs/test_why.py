@@ -565,3 +565,10 @@ def test_a_title_is_one_line_and_its_proof_has_the_others(tmp_path: Path, kind: 
     assert "\n" not in found.title
     assert all("\n" not in line for entry in found.evidence for line in entry.lines)
     assert "  no such file: python9" in proof(found).split("\n")
+
+
+def test_the_last_line_of_a_log_is_shown_after_empty_ones(tmp_path: Path) -> None:
+    run = failed(tmp_path)
+    run.log(1).write_text("======== start\nstep 3\n\nloading\n\n\n\n\n\n\n\nthe last that was heard of it\n\n")
+    run.note(error={"rank": 1, "type": "Exited", "message": "rank 1 ended", "traceback": ""})
+    assert "the last that was heard of it" in proof(explain(run))

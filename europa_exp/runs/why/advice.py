@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from europa_exp.runs import checkpoints, commands
@@ -85,7 +86,7 @@ def where_to_look(case: Case, rank: int | None = None) -> tuple[str, ...]:
     if job := case.status.extra.get("job_id"):
         node = case.node(rank)
         on = f"; dmesg and slurmd's log on {node}" if node else ""
-        found.append(f"sacct -j {job} -o JobID,State,ExitCode,NodeList,Reason{on}")
+        found.append(f"sacct -j {shlex.quote(str(job))} -o JobID,State,ExitCode,NodeList,Reason{on}")
     return tuple(found)
 
 

@@ -61,9 +61,11 @@ class LogText:
         return [Evidence(f"{self.name}:{self._number(first)}", tuple(shorten(line) for line in chosen))]
 
     def last(self, count: int = MOST_LINES) -> list[Evidence]:
-        """The last lines, from the first of ``count`` that say something."""
-        kept = [i for i, line in enumerate(self.lines) if line.strip()]
-        return self.around(kept[-count:][0], after=count - 1) if kept else []
+        """The last lines that say something, with the number of the first of them."""
+        kept = [i for i, line in enumerate(self.lines) if line.strip()][-count:]
+        if not kept:
+            return []
+        return [Evidence(f"{self.name}:{self._number(kept[0])}", tuple(shorten(self.lines[i]) for i in kept))]
 
     def _number(self, index: int) -> int:
         number = 1 + self.skipped + index

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from europa_exp.runs import commands
 from europa_exp.runs.attempts import Reason
 from europa_exp.runs.status import State
 from europa_exp.runs.why import evidence, slurm, symptoms
@@ -116,7 +117,7 @@ def _launcher(case: Case, error: ErrorRecord) -> Explanation:
         [
             "If nobody killed it, the machine ran out of memory: `dmesg -T | grep -i 'killed process'`"
             if killed
-            else f"europa logs {case.run.name} --launcher"
+            else commands.about(case.run, "logs", "--launcher")
         ],
     )
 
@@ -130,6 +131,6 @@ def _no_start(case: Case, error: ErrorRecord) -> Explanation:
         proof(evidence.STATUS, error.message, *words),
         [
             "If the allocation lacks what the run asks for, take another one; then run it again: "
-            f"python launch.py rerun={case.run.name}"
+            + commands.rerun(case.run)
         ],
     )
