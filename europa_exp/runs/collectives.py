@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from europa_exp.runs import commands
 from europa_exp.runs.folder import RunFolder, RunFolderError
 from europa_exp.runs.lines import LineWriter
 from europa_exp.runs.lookup import LookupFailed
@@ -138,7 +139,7 @@ def _why_none(run: RunFolder) -> str:
         return f"{run.name} has recorded no collectives yet: no step is logged. `europa status` tells how it goes"
     return (
         f"{run.name} recorded no collectives: profiling.collectives was false. Run it again with them: "
-        f"python launch.py rerun={run.name} profiling.collectives=true"
+        + commands.rerun(run, "profiling.collectives=true")
     )
 
 

@@ -121,6 +121,7 @@ def test_a_cluster_that_nobody_typed_is_named_too(tmp_path):
     ("error", "words"),
     [
         ({"rank": 0, "type": "ConfigError", "message": "seq_len"}, ["FIELD=VALUE"]),
+        ({"rank": None, "type": "StepEnded", "message": "srun: error: no such node"}, []),
     ],
 )
 def test_advice_after_a_failure_names_the_cluster(tmp_path, error, words):
