@@ -6,8 +6,9 @@ survives from one run to the next, and when a rank dies of a signal somebody is 
 How a job ends:
 
 - A rank that fails leaves ``logs/rank_<r>.error.json``; if it can't, its task does. The task ends with the rank's exit code,
-  and srun (--kill-on-bad-exit) sends SIGTERM to all others. The first task gathers the errors of this start, finds the one
-  that caused the rest (``failure``), and asks ``retry`` whether the job starts again.
+  and srun (--kill-on-bad-exit) sends SIGTERM to all others, by way of Slurm's controller. Where that is away, the first task
+  sees the exit code, and the others see the record of the first. The first task gathers the errors of this start, finds the
+  one that caused the rest (``failure``), and asks ``retry`` whether the job starts again.
 - Slurm's USR2 (before the time limit, at a preemption) goes to the ranks. They agree on a step, save, and end with STOPPED.
 - SIGTERM means a cancelled job, a preemption, a requeue, or a step that srun ends. Only the first task asks Slurm which;
   the ranks ignore it.
@@ -38,6 +39,12 @@ from europa_exp.runs.status import State, now
 
 _ABORTED_S = 2.0
 """Seconds that a rank gets to notice that the step is being ended without a record of why."""
+
+_GRACE_S = 5.0
+"""Seconds that the ranks have to end when another one has failed. srun ends them at once, unless Slurm's controller is away."""
+
+_LOOK_EVERY_S = 10.0
+"""How often the other tasks look whether the first one has recorded an end: it is one file for hundreds of them."""
 
 _LATE_S = 600.0
 """Seconds that the first task waits for the others after its own rank is done."""
@@ -143,6 +150,8 @@ class _Turn:
         """Whether Slurm asked to save and stop for a job of higher priority."""
         self.ending: tuple[Reason, str] | None = None
         """Why this task ended its rank, where it did."""
+        self.failure_seen: float | None = None
+        """When this task, the first, learned that another one's rank had failed."""
 
     # ------------------------------------------------------------------------------------------------ the run
 
@@ -226,6 +235,7 @@ class _Turn:
         """Wait for the end of the child, and pass on what signals mean."""
         told = terms = 0
         aborted_at: float | None = None
+        look_at = time.monotonic() + _LOOK_EVERY_S
         while not self._reap():
             counts = self.signals.counts
             if counts[signal.SIGUSR2] > told:
@@ -240,13 +250,21 @@ class _Turn:
                     aborted_at = self._on_term()
                 elif aborted_at is not None and time.monotonic() > aborted_at:
                     self._end_child(Reason.lost_rank, "a rank vanished and left no record")
-                elif self.more and any(
-                    code not in (0, STOPPED) for code in self.ledger.exit_codes().values()
-                ):
+                elif self._another_failed():
                     self._end_child(Reason.exception, "another rank failed")
-            elif (self.more or counts[signal.SIGTERM]) and self.ledger.is_over():
-                self._end_child(Reason.cancelled, "the run is over")
+            elif self.more or counts[signal.SIGTERM] or time.monotonic() > look_at:
+                look_at = time.monotonic() + _LOOK_EVERY_S
+                if self.ledger.is_over():
+                    self._end_child(Reason.cancelled, "the run is over")
             self.signals.wait(0.5 if counts[signal.SIGTERM] else 2.0)
+
+    def _another_failed(self) -> bool:
+        """Whether a rank failed, and the others had their time to end of it. Where runs follow srun ends none of them."""
+        if all(code in (0, STOPPED) for code in self.ledger.exit_codes().values()):
+            return False
+        if self.failure_seen is None:
+            self.failure_seen = time.monotonic()
+        return self.more or time.monotonic() > self.failure_seen + _GRACE_S
 
     def _on_term(self) -> float | None:
         """The first task got SIGTERM: find out why. Returns until when the rank may go on, where that is unclear."""

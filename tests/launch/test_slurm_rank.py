@@ -222,6 +222,17 @@ def test_a_failing_rank_that_is_not_the_first(step, tmp_path):
     assert "requeue" not in step.asked()
 
 
+@pytest.mark.slow
+def test_a_failing_rank_ends_the_others_where_nobody_else_does(step, tmp_path):
+    """srun can't while Slurm's controller is away."""
+    [run] = make_runs(tmp_path / "runs", on_slurm(3))
+    step.start("exit_7_on_1", run, ranks=3)
+    assert step.codes() == [7, 7, 137]
+    status = run.status()
+    assert (status.state, status.error["rank"]) == ("failed", 1)
+    assert attempts(run)[0]["reason"] == "exception"
+
+
 def test_a_crash_is_tried_again(step, tmp_path):
     [run] = make_runs(tmp_path / "runs", on_slurm(requeue=True))
     step.start("crash_on_1", run)
