@@ -572,3 +572,20 @@ def test_the_last_line_of_a_log_is_shown_after_empty_ones(tmp_path: Path) -> Non
     run.log(1).write_text("======== start\nstep 3\n\nloading\n\n\n\n\n\n\n\nthe last that was heard of it\n\n")
     run.note(error={"rank": 1, "type": "Exited", "message": "rank 1 ended", "traceback": ""})
     assert "the last that was heard of it" in proof(explain(run))
+
+
+def test_a_lost_rank_is_explained_by_its_exit_code(tmp_path: Path) -> None:
+    run = failed(tmp_path)
+    error = {"rank": None, "type": "LostRank", "message": "the rank left no record", "traceback": ""}
+    run.note(error=error, exit_codes={"0": 1, "1": 1, "2": 1, "3": -9})
+    for rank in (0, 1, 2):
+        leave_error(run, rank, "RuntimeError", "Connection closed by peer [127.0.0.1]:12345")
+    found = explain(run)
+    assert (found.cause, found.rank, found.node) == ("killed", 3, "n2")
+    assert "rank 3 was killed by signal 9 (SIGKILL)" in found.title
+    # Nobody left a record, so which rank it was is told by the exit codes alone.
+    for rank in (0, 1, 2):
+        run.error_file(rank).unlink()
+    run.note(exit_codes={"0": 0, "1": 0, "2": 0, "3": -9})
+    found = explain(run)
+    assert (found.cause, found.rank) == ("killed", 3)

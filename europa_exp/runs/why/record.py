@@ -62,7 +62,7 @@ def _first_error(case: Case) -> ErrorRecord | None:
     return min(case.errors.values(), key=order, default=None)
 
 
-def _of_error(case: Case, error: ErrorRecord) -> Explanation:
+def _of_error(case: Case, error: ErrorRecord) -> Explanation | None:
     if error.kind in _OF_LAUNCHER:
         return _launcher(case, error)
     if error.kind == "TooManyAttemptsError":

@@ -13,8 +13,6 @@ from europa_exp.runs.why.case import Case, ErrorRecord
 from europa_exp.runs.why.collective import timed_out
 from europa_exp.runs.why.explanation import MOST_LINES, Cause, Evidence, Explanation, bounded, proof
 from europa_exp.runs.why.rank_error import named_by_error
-from europa_exp.runs.why.slurm import from_slurm
-from europa_exp.runs.why.unknown import unknown
 
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS)
 
@@ -50,12 +48,12 @@ def from_exit_codes(case: Case) -> Explanation | None:
     return ended_silently(case, ErrorRecord("Exited", message, rank=rank))
 
 
-def ended_silently(case: Case, error: ErrorRecord) -> Explanation:
-    """What is known of an end that ``error`` only states."""
+def ended_silently(case: Case, error: ErrorRecord) -> Explanation | None:
+    """What is known of an end that ``error`` only states; None where not even the rank is known."""
     rank = error.rank
     if rank is None and error.kind == "LostRank" and len(silent := case.silent_ranks()) == 1:
         rank = silent[0]
-    death = _Death(case, rank, _signal_of(case, error.rank, error.message), error.message)
+    death = _Death(case, rank, _signal_of(case, rank, error.message), error.message)
     if (found := _said_in_log(death) or _killed_for_memory(death)) is not None:
         return found
     lines = _last_lines(death)
@@ -65,7 +63,7 @@ def ended_silently(case: Case, error: ErrorRecord) -> Explanation:
         return _killed(death, lines)
     if rank is not None or error.kind == "Exited":
         return _just_ended(death, lines)
-    return from_slurm(case) or unknown(case)
+    return None
 
 
 def _signal_of(case: Case, rank: int | None, message: str) -> int | None:

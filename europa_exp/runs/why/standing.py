@@ -44,9 +44,11 @@ def going_on(case: Case) -> Explanation:
         [commands.about(case.run, *(("logs", "-f") if running else ("status", "--watch")))],
     )
     # While it waits, the error records are still those of the attempt before.
-    last = from_record(case) if ended and case.state in _BETWEEN_ATTEMPTS else None
-    if last is None:
+    if not ended or case.state not in _BETWEEN_ATTEMPTS:
         return found
+    last = from_record(case)
+    if last is None:
+        return replace(found, title=f"{found.title} to be tried again")
     return replace(
         found,
         title=f"{found.title} to be tried again; the last time: {last.title}",
