@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NUMA_SCRIPT = Path("europa_exp/launch/numa_bind.sh")
 """Relative to the code that the job imports."""
 
-BEGIN = '"${begin[@]}"'
+_BEGIN = '"${begin[@]}"'
 """In the job script: what a rank's command begins with."""
 
 _NO_LIMIT_MIN = 60 * 24 * 365
@@ -118,7 +118,7 @@ def _setup(cluster: Cluster, nodes: int, code: Path) -> list[str]:
     lines += [
         "# A signal waits until the ranks can take it. Where env is too old for that (coreutils < 8.31), it is not heeded.",
         "begin=(env --block-signal=USR2,TERM)",
-        f"""{BEGIN} true 2>/dev/null || begin=(bash -c 'trap "" USR2; exec "$@"' bash)""",
+        f"""{_BEGIN} true 2>/dev/null || begin=(bash -c 'trap "" USR2; exec "$@"' bash)""",
     ]
     path = shlex.quote(str(code))
     # Otherwise `python -m` looks first where the command was typed: in the checkout that somebody goes on editing.
@@ -155,7 +155,7 @@ def make_executor(
     """
     from europa_exp.launch.slurm_executor import Executor
 
-    executor = Executor(folder=str(folder), python=python_command(cfg.cluster, code))
+    executor = Executor(folder=str(folder), python=f"{_BEGIN} {python_command(cfg.cluster, code)}")
     executor.update_parameters(**sbatch_parameters(cfg, launch, name=name, code=code, bad_nodes=bad_nodes))
     return executor
 

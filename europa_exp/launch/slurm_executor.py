@@ -10,8 +10,6 @@ import shlex
 
 from submitit.slurm.slurm import SlurmExecutor
 
-from europa_exp.launch.slurm import BEGIN
-
 ENTRY = "europa_exp.launch.slurm_start"
 
 
@@ -20,7 +18,7 @@ class Executor(SlurmExecutor):
 
     @property
     def _submitit_command_str(self) -> str:
-        return f"{BEGIN} {self.python} -u -m {ENTRY} {shlex.quote(str(self.folder))}"
+        return f"{self.python} -u -m {ENTRY} {shlex.quote(str(self.folder))}"
 
     @classmethod
     def affinity(cls) -> int:
