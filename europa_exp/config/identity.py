@@ -13,6 +13,7 @@ import json
 import math
 import re
 import typing
+from collections.abc import Collection
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -122,12 +123,15 @@ def _stable(value: Any, hint: Any, dotted: str) -> Any:
 # ---------------------------------------------------------------------------------------------------------------- names
 
 
-def run_name(delta: dict[str, Any], identity: str, lead: str = "") -> str:
+def run_name(
+    delta: dict[str, Any], identity: str, lead: str = "", varied: Collection[str] = frozenset()
+) -> str:
     """A name for people and file systems: what differs, then the hash, for example ``expert_all_gather=fp8-1a2b3c4d5e6f``.
 
     Only letters, digits and ``._=-``; never a leading ``-`` or ``.``; at most 92 characters, so that a suffix for a
     repeat still fits in 100. The same for the same content, whatever the order of the dict. Different experiments
-    differ in the hash, so a name may leave out what doesn't fit (``plus3`` says how many fields). ``lead`` comes first.
+    differ in the hash, so a name may leave out what doesn't fit (``plus3`` says how many fields). ``lead`` comes first, then
+    the fields in ``varied``, which tell the run from others of its sweep.
     """
     tail = _clean(identity) or "run"
     room = MAX_NAME - SUFFIX_ROOM - len(tail) - len("-plus999")
@@ -136,6 +140,7 @@ def run_name(delta: dict[str, Any], identity: str, lead: str = "") -> str:
         "model.flavor" in keys
     ):  # the name of the model says most, so its fields give way to those of other groups
         keys = ["model.flavor", *(k for k in keys if k != "model.flavor")]
+    keys.sort(key=lambda k: k not in varied)
     leaves = [k.rsplit(".", 1)[-1] for k in keys]
     words: list[str] = []
     for key, leaf in zip(keys, leaves, strict=True):

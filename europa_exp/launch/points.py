@@ -90,10 +90,11 @@ def make_points(
     if problems:
         raise ConfigError(problems)
 
+    deltas = [delta(draft.cfg, base) if base is not None else {} for draft, _ in hashed]
+    varied = _varied(deltas)
     points: list[Point] = []
-    for draft, digest in hashed:
-        differs = delta(draft.cfg, base) if base is not None else {}
-        name = _name(draft, differs, digest)
+    for (draft, digest), differs in zip(hashed, deltas, strict=True):
+        name = _name(draft, differs, digest, varied)
         for repeat in range(draft.cfg.launch.repeat):
             points.append(
                 Point(
@@ -110,17 +111,24 @@ def make_points(
     return points
 
 
-def _name(draft: Draft, differs: dict[str, Any], digest: str) -> str:
-    """What differs and the hash; of a point with an experiment, the experiment stands for what only it sets."""
+def _varied(deltas: Sequence[dict[str, Any]]) -> set[str]:
+    """The fields that are not the same in all points."""
+    fields = {name for differs in deltas for name in differs}
+    same = object()
+    return {name for name in fields if any(d.get(name, same) != deltas[0].get(name, same) for d in deltas)}
+
+
+def _name(draft: Draft, differs: dict[str, Any], digest: str, varied: set[str]) -> str:
+    """What differs, first from the other points, and the hash; of a point with an experiment, the experiment stands for what only it sets."""
     from europa_exp.config.experiment import experiment_of, typed
     from europa_exp.config.identity import run_name
     from europa_exp.launch.overrides import key_of
 
     if (experiment := experiment_of(draft.overrides)) is None:
-        return run_name(differs, digest)
+        return run_name(differs, digest, varied=varied)
     beside = [text for text in draft.overrides if key_of(text) != "cluster"]  # a place is no experiment
     of_its_own = {name: value for name, value in differs.items() if typed(name, beside)}
-    return run_name(of_its_own, digest, experiment.rsplit("/", 1)[-1])
+    return run_name(of_its_own, digest, experiment.rsplit("/", 1)[-1], varied)
 
 
 def _duplicates(hashed: Sequence[tuple[Draft, str]]) -> Problems:

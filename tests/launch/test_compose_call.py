@@ -123,6 +123,25 @@ def test_the_six_points_and_their_names(submitted):
     assert sweep.startswith("comm_max_ctas-")
 
 
+def test_a_name_begins_with_what_tells_a_point_from_the_others():
+    layout = ["parallelism.data_parallel_shard_degree=2", "parallelism.data_parallel_replicate_degree=2"]
+    same = [
+        "training.steps=6",
+        "model.n_layers=2",
+        "parallelism.expert_parallel_degree=1",
+        "nccl.max_ctas=8",
+        *layout,
+    ]
+    names = [p.name for p in plan("training.seed=0,1,2", *same, multirun=True).points]
+    assert "seed=" not in names[0]
+    assert [name.partition("-")[0] for name in names[1:]] == ["seed=1", "seed=2"]
+    assert all("-plus" in name for name in names)
+    (single,) = plan("training.seed=1", *same).points
+    assert single.name.startswith("n_layers=2-")
+    experiments = plan("experiment=ladder/08_fp8_gather", "training.seed=1,2", *same, multirun=True)
+    assert experiments.points[0].name.startswith("08_fp8_gather-seed=1-")
+
+
 def test_two_calls_in_the_same_second_are_two_sweeps(submitted):
     for _ in range(2):
         call("-m", "nccl.max_ctas=8,16")
