@@ -50,12 +50,14 @@ class Ledger:
 
     # --------------------------------------------------------------------------------------------- the attempt
 
-    def over_before(self) -> bool:
-        """Whether the run was over before this start of the job: completed by an earlier one, or cancelled in the queue."""
+    def over_before(self) -> State | None:
+        """How the run ended if it was over before this start of the job: by an earlier one, or cancelled in the queue."""
         status = self.run.status()
-        if status.state not in ENDED:
-            return False
-        return not any(a.get("start") == self.task.start for a in attempts.attempts_of(status))
+        if status.state not in ENDED or any(
+            a.get("start") == self.task.start for a in attempts.attempts_of(status)
+        ):
+            return None
+        return status.state
 
     def begin(self, cfg: Config) -> None:
         """The first task: open the attempt. Raises TooManyAttemptsError, and RunFolderError when what was saved is gone."""

@@ -63,7 +63,7 @@ def work(runs: Sequence[RunFolder], entry: str) -> None:
     """
     signals = _Signals()
     worst = 0
-    worked = False
+    worked: _Turn | None = None
     try:
         task = Task.here(os.environ)
     except slurm_task.LayoutError as error:
@@ -71,13 +71,13 @@ def work(runs: Sequence[RunFolder], entry: str) -> None:
         leave(1)
     for turn, run in enumerate(runs):
         part = _Turn(
-            task, run, entry, signals, turn=turn, more=turn + 1 < len(runs), first_to_work=not worked
+            task, run, entry, signals, turn=turn, more=turn + 1 < len(runs), first_to_work=worked is None
         )
         code = part.take()
-        worked = worked or part.worked
-        if worst and code == 0 and turn + 1 == len(runs):
-            part.let_others_finish()
         worst = worst or code
+        worked = part if part.worked else worked
+    if worst and worked is not None:
+        worked.let_others_finish()
     if worst:
         leave(worst)
 
@@ -157,8 +157,8 @@ class _Turn:
 
     def take(self) -> int:
         """Run the rank to its end and record it; returns the exit code for this task."""
-        if self.ledger.over_before():
-            return 0
+        if (ended := self.ledger.over_before()) is not None:
+            return 1 if ended is State.failed else 0
         self.worked = True
         with contextlib.suppress(OSError):
             # An earlier attempt's record must not explain this one's end.
@@ -344,8 +344,8 @@ class _Turn:
         return code
 
     def let_others_finish(self) -> None:
-        """Wait until the run is over for all: a task that ends with a failure of an earlier run ends the others."""
-        if not self.first:
+        """Wait until the run is over for all: a task that ends with the failure of another run ends the others."""
+        if not self.first and self.code == 0:
             _wait_to_be_killed(until=lambda: self.ledger.is_over() or self.signals.counts[signal.SIGTERM] > 0)
 
     # ------------------------------------------------------------------------------------------- the first task

@@ -496,6 +496,22 @@ def test_a_job_that_starts_twice_does_not_run_what_is_done(step, tmp_path):
     ]
 
 
+@pytest.mark.parametrize("failed_at", [0, 1])
+def test_a_job_of_a_run_that_failed_before_is_no_success(step, tmp_path, failed_at):
+    """Whether it comes before or after the one that this start works on: that one is done undisturbed."""
+    runs = make_runs(tmp_path / "runs", on_slurm(), on_slurm())
+    runs[failed_at].set_state("failed")
+    live = runs[1 - failed_at]
+    step.start("wait_for_go", *runs, restarts=1)
+    up(live)
+    (live.path / "go").touch()
+    assert step.codes() == [1, 1]
+    assert [str(run.status().state) for run in (runs[failed_at], live)] == ["failed", "completed"]
+    step.end()
+    step.start("write_steps", *runs, restarts=2)
+    assert step.codes() == [1, 1]
+
+
 def test_one_bad_point_of_a_job_leaves_the_others(step, tmp_path):
     good, bad = on_slurm(), on_slurm()
     bad.training.seed = 13
