@@ -17,6 +17,16 @@ def crash_once_on_1(cfg, run, runtime) -> None:
     write_steps(cfg, run, runtime)
 
 
+def crash_when_told(cfg, run, runtime) -> None:
+    """Rank 1 dies of a segmentation fault once a file says so; its peer waits for it, as it would in a collective."""
+    if attempt() == 0:
+        (run.path / f"up_{rank()}").touch()
+        while rank() != 1 or not (run.path / "go").exists():
+            time.sleep(0.1)
+        ctypes.string_at(0)
+    write_steps(cfg, run, runtime)
+
+
 def stay_once(cfg, run, runtime) -> None:
     """Say that the rank is up, with its own and its task's process id, and stay; the next attempt does not."""
     if attempt() == 0:

@@ -92,6 +92,19 @@ def test_crashed_vanished_and_asked_ranks(slurm, tmp_path):
     assert "starts anew: it keeps no checkpoints" in crashed.launcher_log.read_text()
 
 
+def test_a_rank_that_crashes_while_the_controller_is_away(slurm, tmp_path):
+    """srun, which ends the other ranks by way of the controller, does not, and no requeue is to be had before it is back."""
+    run = begin(slurm, tmp_path / "runs", "surviving_targets:crash_when_told", 2, 1)
+    until(lambda: all((run.path / f"up_{rank}").exists() for rank in range(2)), 90, lambda: explain(run))
+    slurm.script("stop-controller")
+    (run.path / "go").touch()
+    until(lambda: "it is asked again" in run.launcher_log.read_text(), 180, lambda: explain(run))
+    assert run.status().state == "queued"
+    slurm.script("start-controller")
+    assert wait_for_state(run.path, *ENDED) == "completed", explain(run)
+    assert [a["reason"] for a in attempts(run)] == ["segmentation_fault", "completed"], explain(run)
+
+
 SLOW_START = """#!/bin/bash
 # In Python's place: in the first attempt it takes until told, as on a file system that hundreds of ranks load from.
 if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then
