@@ -41,17 +41,30 @@ LARGE = [
     "training.local_batch_size=1",
 ]
 COLUMNS = ("experts", "dense", "in node", "gradients", "tokens")
+NINE = "09_bf16_all_to_all"
 FEW, MORE = 2, 4
 """Layers of the large model in dry steps; all others follow from these two."""
 
 Accounting = Callable[[Kind, Traffic], float]
 
 
-def rungs() -> dict[str, str]:
-    """Label -> experiment: rung 7 and those above it. Rungs 2 to 7 don't change what collectives of parameters carry."""
+def rungs() -> dict[str, list[str]]:
+    """Label -> overrides: rung 7 and those above it. Rungs 2 to 7 don't change what collectives of parameters carry.
+
+    Rung 9 stands there twice: first with the all-to-all for experts alone, as the post's profile has it.
+    """
     names = sorted(path.stem for path in (ROOT / "conf/experiment/ladder").glob("*.yaml"))
     below = [name for name in names if int(name[:2]) < 8][-1]
-    return {f"07 (bytes of {below[:2]})": below} | {name: name for name in names if int(name[:2]) >= 8}
+    found = {f"07 (bytes of {below[:2]})": [f"experiment=ladder/{below}"]}
+    for name in names:
+        if name == NINE:
+            found["09, experts alone"] = [
+                f"experiment=ladder/{name}",
+                "comm.gradient_reduce=expert_bf16_all_to_all",
+            ]
+        if int(name[:2]) >= 8:
+            found[name] = [f"experiment=ladder/{name}"]
+    return found
 
 
 def column(kind: Kind) -> str:
@@ -144,7 +157,7 @@ def main() -> None:
     begin = time.perf_counter()
 
     def frozen(rung: str, *overrides: str) -> str:
-        return io.to_yaml(composed(f"experiment=ladder/{rungs()[rung]}", *overrides, *shared))
+        return io.to_yaml(composed(*rungs()[rung], *overrides, *shared))
 
     small = {}
     for rung in rungs():
@@ -185,7 +198,8 @@ def against_the_recipe(rest: dict[str, Counts], large: dict[str, Counts], layers
         everything, outside = sums(large[rung], whole), sums(rest[rung], whole)
         buffers[rung] = {name: (everything[name] - outside[name]) / 1e9 for name in COLUMNS}
         buffers[rung]["gathered"] = sum(buffers[rung][name] for name in ("experts", "dense", "in node"))
-    first, second, third, *_, last = buffers
+    first, second, *_, last = buffers
+    third = NINE
     rows = [
         ("gather of a layer's experts, bf16, GB", buffers[first]["experts"] / layers / 2, "6.34"),
         ("  in FP8, as a share of that", buffers[second]["experts"] / buffers[first]["experts"], "0.516"),

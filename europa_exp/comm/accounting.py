@@ -15,7 +15,8 @@ codes and scales). That is this rank's own contribution, not what crosses the ne
 Not included: scalars that a trainer reduces (loss, gradient norm, whether to stop), and what checkpoints and logging exchange.
 
 Time, see `collective_timer`: of a gather that FSDP waits for later, until that wait, and so with what its stream computes in
-between; of the routed tokens, with the copies that torchtitan makes around the exchange.
+between; of the routed tokens, with the copies that torchtitan makes around the exchange; of a bf16 all-to-all of gradients, with
+the owner's fp32 sum. Quantising and dequantising of FP8 gathers is outside of a synchronous gather's time.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from .fsdp_groups import Group, chain, groups, set_reduce_dtype, set_reduce_scatter
+from .fsdp_groups import Group, Role, chain, groups, set_reduce_dtype, set_reduce_scatter
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,11 @@ _CPU_LEAST_COLUMNS = 2**14
 
 
 def apply_bf16_all_to_all(
-    model: nn.Module, *, receive_on_compute_stream: bool = False, keep: Sequence[str] = ()
+    model: nn.Module,
+    *,
+    experts_only: bool = False,
+    receive_on_compute_stream: bool = False,
+    keep: Sequence[str] = (),
 ) -> int:
     """Reduce the gradients of `model` over the shard ranks with a bf16 all-to-all from now on.
 
@@ -43,6 +47,7 @@ def apply_bf16_all_to_all(
 
     Args:
         model: its gathered parameters, and so its gradients, are bf16.
+        experts_only: leave parameter groups without expert weights as they are. (Without expert parallelism a layer is one group.)
         receive_on_compute_stream: take the receive buffer from the compute stream's memory pool, not the reduce stream's.
         keep: dotted names of modules; a parameter group with a parameter of one of these, or of what is inside, stays as it is.
 
@@ -50,7 +55,7 @@ def apply_bf16_all_to_all(
         The number of FSDP parameter groups that reduce this way.
 
     Raises:
-        ValueError: no FSDP parameter groups; gradients in another dtype than bf16; a module of `keep` that does not exist; a
+        ValueError: no FSDP parameter groups, or none with experts though only these are asked for; gradients in another dtype than bf16; a module of `keep` that does not exist; a
             group of one rank whose gradients FSDP divides, which it would do in bf16.
     """
     found = groups(model)
@@ -60,7 +65,13 @@ def apply_bf16_all_to_all(
             "use comm=bf16"
         )
     kept = _modules_inside(model, keep)
-    changing = [group for group in found if not group.holds(kept)]
+    changing = [
+        group for group in found if not group.holds(kept) and not (experts_only and group.role is Role.dense)
+    ]
+    if experts_only and not changing:
+        raise ValueError(
+            "comm.gradient_reduce: expert_bf16_all_to_all finds no experts in this model; use bf16_all_to_all"
+        )
     for group in changing:
         _check(group)
     for group in changing:

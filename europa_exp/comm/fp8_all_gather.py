@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from .fp8_format import BLOCK, DTYPES, SCALE_BYTES, block_count
 from .fp8_quant import dequantise_into, quantise_into
-from .fsdp_groups import EXPERT_PARAMETERS, Group, Segment, groups, set_all_gather
+from .fsdp_groups import EXPERT_PARAMETERS, Group, Segment, chain, groups, set_all_gather
 from .work import FinishingWork
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def apply_fp8_all_gather(model: nn.Module) -> int:
             f"parameters named {', '.join(sorted(EXPERT_PARAMETERS))}; shard an MoE model first, or use comm=bf16"
         )
     for group in experts:
-        if not isinstance(group.all_gather, FP8AllGather):
+        if not any(isinstance(comm, FP8AllGather) for comm in chain(group.all_gather)):
             set_all_gather(group, FP8AllGather.of(group))
     if all(group.shards == 1 for group in experts):
         logger.warning(

@@ -163,6 +163,11 @@ class ExpertAllGather(Enum):
 class GradientReduce(Enum):
     reduce_scatter = "reduce_scatter"
     bf16_all_to_all = "bf16_all_to_all"
+    expert_bf16_all_to_all = "expert_bf16_all_to_all"
+
+    @property
+    def by_all_to_all(self) -> bool:
+        return self is not GradientReduce.reduce_scatter
 
 
 @dataclass
@@ -175,7 +180,9 @@ class Comm:
 
     gradient_reduce: GradientReduce = knob(GradientReduce.reduce_scatter)
     """How gradients are summed over the shard ranks: reduce_scatter in fp32 as FSDP does, or bf16_all_to_all: every rank
-    sends each owner its slice in bf16 and the owner sums in fp32 (half the bytes, half the buffer). Source: +14% in the EUROPA post."""
+    sends each owner its slice in bf16 and the owner sums in fp32 (half the bytes, half the gradient buffer, and a receive buffer
+    as large as it). expert_bf16_all_to_all leaves dense gradients on the reduce-scatter, as the profile in the EUROPA post
+    shows them. Source: +14% in that post."""
 
     node_local_reshard: bool = knob(False)
     """After forward, keep the dense weights of the layers sharded over the GPUs of a node instead of all ranks, so that
@@ -241,7 +248,7 @@ class Allocator:
     unshard), so that their buffers come from and return to its pool. Source: with the next field +21% in the EUROPA post."""
 
     receive_buffer_on_compute_stream: bool = knob(False)
-    """Take the receive buffer of comm.gradient_reduce=bf16_all_to_all from the compute stream's pool instead of the
+    """Take the receive buffer of an all-to-all of comm.gradient_reduce from the compute stream's pool instead of the
     reduce stream's. Without that all-to-all there is no such buffer."""
 
 

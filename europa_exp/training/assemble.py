@@ -55,9 +55,10 @@ def _apply_mechanisms(model: torch.nn.Module, cfg: schema.Config, counter: Colle
     comm = cfg.comm
     if comm.expert_all_gather is schema.ExpertAllGather.fp8:
         apply_fp8_all_gather(model)
-    if comm.gradient_reduce is schema.GradientReduce.bf16_all_to_all:
+    if comm.gradient_reduce.by_all_to_all:
         apply_bf16_all_to_all(
             model,
+            experts_only=comm.gradient_reduce is schema.GradientReduce.expert_bf16_all_to_all,
             receive_on_compute_stream=cfg.allocator.receive_buffer_on_compute_stream,
             # The chunked loss accumulates the LM head's gradient in fp32 before it is reduced: nothing to gain, digits to lose.
             keep=("lm_head",) if cfg.training.loss_chunks > 1 else (),

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from sharded_moe import Case, Model, local, sharded
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
@@ -270,13 +270,18 @@ def divided(case: Case, factor: float | None) -> list[str]:
     return differing(results["a2a"], results["fp32"])
 
 
-def installed(case: Case, keep: Sequence[str]) -> dict[str, Any]:
+def installed(case: Case, keep: Sequence[str], experts_only: bool = False) -> dict[str, Any]:
     """What `apply_bf16_all_to_all` changes; twice, and with a counter in between."""
     model, _ = sharded(case)
-    changed = apply_bf16_all_to_all(model, keep=keep)
+    for group in groups(model):
+        group.module.set_force_sum_reduction_for_comms(False)  # as FSDP begins on CUDA
+    changed = apply_bf16_all_to_all(model, keep=keep, experts_only=experts_only)
+    forced = [group.fsdp.force_sum_reduction_for_comms for group in groups(model)]
+    for group in groups(model):
+        group.module.set_force_sum_reduction_for_comms(True)  # gloo knows sums only
     comms = [group.reduce_scatter for group in groups(model)]
     CollectiveCounter().install(model)
-    again = apply_bf16_all_to_all(model, keep=keep)
+    again = apply_bf16_all_to_all(model, keep=keep, experts_only=experts_only)
     backward(model, "integers")  # FSDP has read its settings afterwards
     return {
         "changed": changed,
@@ -287,6 +292,7 @@ def installed(case: Case, keep: Sequence[str]) -> dict[str, Any]:
             if isinstance(comm, BF16AllToAll)
         ],
         "dtypes": [str(group.fsdp._reduce_dtype) for group in groups(model)],
+        "forced": forced,
     }
 
 
@@ -322,6 +328,10 @@ def refusals() -> dict[str, str]:
         except ValueError as error:
             messages[name] = str(error)
         assert not any(isinstance(group.reduce_scatter, BF16AllToAll) for group in groups(model))
+    try:
+        apply_bf16_all_to_all(fully_shard(nn.Linear(4, 4)), experts_only=True)
+    except ValueError as error:
+        messages["no experts"] = str(error)
     apply_bf16_all_to_all(model, keep=[name for name, _ in model.named_modules()])
     model, _ = sharded(Case(ep=0))
     apply_bf16_all_to_all(model)

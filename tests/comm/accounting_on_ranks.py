@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from europa_exp.comm.accounting import CollectiveCounter, Kind, Traffic, step_metrics
 from europa_exp.comm.bf16_all_to_all import apply_bf16_all_to_all
 from europa_exp.comm.fp8_all_gather import apply_fp8_all_gather
-from europa_exp.comm.fsdp_groups import add_all_reduce_hook, groups
+from europa_exp.comm.fsdp_groups import Group, add_all_reduce_hook, groups
 from europa_exp.comm.node_local_reshard import apply_node_local_reshard
 from europa_exp.comm.traffic import group_name
 
@@ -153,3 +153,15 @@ def names() -> dict[str, str]:
         "irregular": group_name(odd) if dist.get_rank() != 2 else "",
         "of a group": str(group.dimension(dist.group.WORLD)),
     }
+
+
+def timers(case: Case) -> dict[str, bool]:
+    """Whether a counter measures times, by the device that the model says it is on."""
+    found = {}
+    for device in ("cpu", "cuda"):
+        Group.device = property(lambda _, device=device: torch.device(device))
+        model, _ = sharded(case)
+        counter = CollectiveCounter(timed=True)
+        counter.install(model)
+        found[device] = counter.timer is not None
+    return found

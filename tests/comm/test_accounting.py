@@ -215,6 +215,11 @@ class DeviceEvent:
         return 1000.0 * (end.at - self.at)
 
 
+@pytest.mark.slow
+def test_times_are_measured_with_events_where_the_model_is_on_cuda() -> None:
+    assert run_ranks(1, accounting_on_ranks.timers, Case(ep=0)) == [{"cpu": False, "cuda": True}]
+
+
 def test_events_are_used_again_and_the_host_waits_only_when_asked() -> None:
     device = Device()
     timer: CollectiveTimer[str] = CollectiveTimer(device.event)

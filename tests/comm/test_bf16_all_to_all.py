@@ -146,6 +146,18 @@ def test_kept_modules_stay_in_fp32_and_applying_twice_changes_nothing(keep: tupl
         assert seen["a2a"] == [group for group in every if group not in kept]
         assert seen["changed"] == seen["again"] == len(seen["a2a"])
         assert seen["dtypes"] == ["torch.float32" if group in kept else "None" for group in every]
+        # FSDP sets this for a module, with all of its groups.
+        modules = {name for name, _ in seen["a2a"]}
+        assert seen["forced"] == [name in modules for name, _ in every]
+
+
+@pytest.mark.slow
+def test_experts_alone_are_changed_where_they_are_groups_of_their_own() -> None:
+    for seen in run_ranks(2, partial(a2a_on_ranks.installed, experts_only=True), Case(ep=2), ()):
+        assert seen["a2a"] == [("layers.0", "expert"), ("layers.1", "expert")]
+    for seen in run_ranks(2, partial(a2a_on_ranks.installed, experts_only=True), Case(ep=0), ()):
+        assert seen["a2a"] == [("layers.0", "mixed"), ("layers.1", "mixed")]
+        assert seen["dtypes"] == ["torch.float32", "None", "None"]
 
 
 @pytest.mark.slow
@@ -160,6 +172,7 @@ def test_refuses_what_would_lose_digits() -> None:
     assert "training.param_precision=bfloat16, or comm=bf16" in messages["fp32"]
     assert "leave out layers.7," in messages["unknown"]
     assert "one rank (layers.1) would divide bf16 gradients by 2.0" in messages["divided"]
+    assert messages["no experts"].endswith("use bf16_all_to_all")
     assert messages["average"].startswith("ValueError: comm.gradient_reduce: bf16_all_to_all sums")
     assert messages["fp32 gradients"].startswith(
         "TypeError: comm.gradient_reduce: bf16_all_to_all carries bfloat16"

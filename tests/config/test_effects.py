@@ -9,6 +9,11 @@ from europa_exp.config.effects import notes, without_effect
 
 LAG = ("optimizer.grad_norm=in_backward", "comm.gradient_release_lag=2")
 REPLICAS = ("parallelism.data_parallel_replicate_degree=2", "parallelism.data_parallel_shard_degree=2")
+ONE_SHARD = (
+    "parallelism.data_parallel_replicate_degree=4",
+    "parallelism.data_parallel_shard_degree=1",
+    "parallelism.expert_parallel_degree=1",
+)
 
 
 @pytest.mark.parametrize(
@@ -17,6 +22,11 @@ REPLICAS = ("parallelism.data_parallel_replicate_degree=2", "parallelism.data_pa
         (("comm=fp8", "parallelism.expert_parallel_degree=4", "parallelism.gpus_per_node=4", "parallelism.nodes=1"),
          "comm.expert_all_gather", "never gathered"),
         (("comm=fp8", *REPLICAS), "comm.expert_all_gather", "never gathered"),
+        (("comm.gradient_reduce=expert_bf16_all_to_all", "parallelism.expert_parallel_degree=4", "parallelism.gpus_per_node=4",
+          "parallelism.nodes=1"), "comm.gradient_reduce", "experts whole"),
+        (("comm.embedding_gather_in_backward=false", *ONE_SHARD), "comm.embedding_gather_in_backward", "one rank"),
+        (("allocator.all_gather_on_compute_stream=true", *ONE_SHARD), "allocator.all_gather", "none are gathered"),
+        (("comm=bf16_a2a", *ONE_SHARD), "comm.gradient_reduce", "one rank"),
         (("allocator=stream_pools",), "allocator.receive_buffer_on_compute_stream", "bf16_all_to_all"),
         (LAG, "comm.gradient_release_lag=2", "offload.fsdp_cpu=true"),
         ((*LAG, *REPLICAS, "offload.fsdp_cpu=true"), "comm.gradient_release_lag=2", "replicas"),
@@ -34,6 +44,7 @@ def test_one_line_names_the_field_and_the_reason(overrides: tuple[str, ...], fie
     [
         (),
         ("comm=fp8_a2a", "allocator=stream_pools"),
+        ("comm=fp8", "comm.gradient_reduce=expert_bf16_all_to_all", "allocator=stream_pools"),
         (*LAG, "offload.fsdp_cpu=true"),
         (*LAG, "offload.fsdp_cpu=true", "training.global_batch_size=8"),
         ("experiment=europa_1t", "cluster.device_memory_gib=95", "cluster.host_memory_gib=110"),

@@ -30,6 +30,14 @@ EIGHT_RANKS = (
     "parallelism.data_parallel_shard_degree=8",
     "parallelism.expert_parallel_degree=4",
 )
+# Two replicas of four shards over two nodes, each expert over two shards.
+EIGHT_RANKS_WITH_REPLICAS = (
+    "parallelism.nodes=4",
+    "parallelism.gpus_per_node=2",
+    "parallelism.data_parallel_replicate_degree=2",
+    "parallelism.data_parallel_shard_degree=4",
+    "parallelism.expert_parallel_degree=2",
+)
 GATHERS = ("comm.expert_all_gather=bf16", "comm.expert_all_gather=fp8")
 REDUCES = ("comm.gradient_reduce=reduce_scatter", "comm.gradient_reduce=bf16_all_to_all")
 # The others promise not to change a bit of any gradient.
@@ -95,8 +103,23 @@ def test_all_combinations_on_four_ranks(tmp_path: Path, gather: str, reduce: str
     compare(tmp_path, 4, (), gather, reduce, EXACT)
 
 
+@pytest.mark.parametrize("gather", GATHERS)
+def test_all_to_all_of_experts_alone(tmp_path: Path, gather: str) -> None:
+    compare(
+        tmp_path,
+        4,
+        (),
+        gather,
+        "comm.gradient_reduce=expert_bf16_all_to_all",
+        [EXACT[0], EXACT[7], EXACT[-1]],
+    )
+
+
+@pytest.mark.parametrize("layout", [EIGHT_RANKS, EIGHT_RANKS_WITH_REPLICAS], ids=["shards", "replicas"])
 @pytest.mark.parametrize(
     ("gather", "reduce"), [(GATHERS[0], REDUCES[0]), (GATHERS[1], REDUCES[1])], ids=["exact", "everything"]
 )
-def test_nothing_and_everything_on_eight_ranks(tmp_path: Path, gather: str, reduce: str) -> None:
-    compare(tmp_path, 8, EIGHT_RANKS, gather, reduce, [EXACT[0], EXACT[-1]])
+def test_nothing_and_everything_on_eight_ranks(
+    tmp_path: Path, gather: str, reduce: str, layout: Sequence[str]
+) -> None:
+    compare(tmp_path, 8, layout, gather, reduce, [EXACT[0], EXACT[-1]])

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 
 from europa_exp.config.errors import Problem
 from europa_exp.config.rules import reads
-from europa_exp.config.schema import Config, GradientReduce, Precision
+from europa_exp.config.schema import Config, Precision
 
 
 @reads("comm", "training.param_precision")
 def carried_in_bf16(cfg: Config) -> Iterator[Problem]:
     """bf16 carries gradients that are bf16 already, which is what parameters in bf16 have."""
     reduce, precision = cfg.comm.gradient_reduce, cfg.training.param_precision
-    if reduce is GradientReduce.bf16_all_to_all and precision is not Precision.bfloat16:
+    if reduce.by_all_to_all and precision is not Precision.bfloat16:
         yield Problem(
             "comm.gradient_reduce",
-            reduce.value,
+            reduce,
             f"training.param_precision={precision.value} gives {precision.value} gradients, and bf16 would round them "
             "before the sum",
             "Set training.param_precision=bfloat16, or comm.gradient_reduce=reduce_scatter "
