@@ -569,7 +569,9 @@ def test_a_title_is_one_line_and_its_proof_has_the_others(tmp_path: Path, kind: 
 
 def test_the_last_line_of_a_log_is_shown_after_empty_ones(tmp_path: Path) -> None:
     run = failed(tmp_path)
-    run.log(1).write_text("======== start\nstep 3\n\nloading\n\n\n\n\n\n\n\nthe last that was heard of it\n\n")
+    run.log(1).write_text(
+        "======== start\nstep 3\n\nloading\n\n\n\n\n\n\n\nthe last that was heard of it\n\n"
+    )
     run.note(error={"rank": 1, "type": "Exited", "message": "rank 1 ended", "traceback": ""})
     assert "the last that was heard of it" in proof(explain(run))
 
@@ -589,3 +591,21 @@ def test_a_lost_rank_is_explained_by_its_exit_code(tmp_path: Path) -> None:
     run.note(exit_codes={"0": 0, "1": 0, "2": 0, "3": -9})
     found = explain(run)
     assert (found.cause, found.rank) == ("killed", 3)
+
+
+def test_a_rank_that_did_not_begin_again_has_said_nothing(tmp_path: Path) -> None:
+    """Logs are appended to: what stands at the end of one may be of an attempt before the last."""
+    job = {"job_id": "7_1", "nodes": ["n1", "n2"], "reason": "collective_timeout"}
+    attempts = [{**job, "n": 1, "start": "9.0.0", "step": 3}, {**job, "n": 2, "start": "9.1.0", "step": None}]
+    run = failed(tmp_path, attempts=attempts)
+    waited = "Timed out waiting 3000ms for recv operation to complete"
+    for rank in range(4):
+        where = f"rank {rank} on n{rank // 2 + 1}"
+        lines = [f"======== 2026-11-29T12:00:00.000+00:00 job 7_1, {where}", waited]
+        if rank != 2:
+            lines += [f"======== 2026-11-29T13:00:00.000+00:00 job 7_1, restart 1, {where}", waited]
+        run.log(rank).write_text("\n".join([*lines, ""]))
+    run.note(error={"rank": 0, "type": "RuntimeError", "message": waited, "traceback": ""})
+    found = explain(run)
+    assert (found.cause, found.behind, found.node) == ("collective_timeout", (2,), "n2")
+    assert all(not entry.place.startswith("logs/rank_2.log") for entry in found.evidence)

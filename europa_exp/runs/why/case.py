@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +96,12 @@ class Case:
         return self.status.host
 
     def log(self, rank: int) -> LogText:
-        """What a rank wrote in the last attempt."""
-        return LogText.end_of(self.run.log(rank), self.run.path).last_attempt()
+        """What a rank wrote in the last attempt: nothing where an earlier one was the last that it began."""
+        text = LogText.end_of(self.run.log(rank), self.run.path).last_attempt()
+        begun = [_start(attempt) for attempt in self.attempts]
+        if text.begun_by is not None and text.begun_by in begun[:-1] and text.begun_by != begun[-1]:
+            return replace(text, lines=[])
+        return text
 
     def launcher_log(self) -> LogText:
         """What the launcher wrote."""
@@ -156,6 +160,14 @@ def gather(run: RunFolder, state: str | None, slurm: SlurmState | None, job_logs
         per_node=per_node,
         nodes=nodes,
     )
+
+
+def _start(attempt: Mapping[str, Any]) -> tuple[str, int] | None:
+    """The job of an attempt, and how often it was restarted before; None for an attempt without a job."""
+    restarts = str(attempt.get("start")).split(".")[1:2]
+    if attempt.get("job_id") is None or not (restarts and restarts[0].isdecimal()):
+        return None
+    return str(attempt["job_id"]), int(restarts[0])
 
 
 def _errors(run: RunFolder, start: object) -> dict[int, ErrorRecord]:

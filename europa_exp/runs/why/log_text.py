@@ -10,7 +10,8 @@ from europa_exp.runs.why.explanation import MOST_LINES, Evidence, shorten
 
 _TAIL = 64 * 1024
 _ATTEMPT = "======== "
-"""Begins the first line of an attempt in a rank's log."""
+"""Begins the first line of an attempt in a rank's log; on Slurm that names the job and how often it was restarted."""
+_OF_JOB = re.compile(r"======== \S+ job (\S+?)(?:, restart (\d+))?, rank ")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,12 @@ class LogText:
         if not begins:
             return self
         return replace(self, lines=self.lines[begins[-1] :], skipped=self.skipped + begins[-1])
+
+    @property
+    def begun_by(self) -> tuple[str, int] | None:
+        """The job, and how often it was restarted, that the first line says; None where it is no such line."""
+        found = _OF_JOB.match(self.lines[0]) if self.lines else None
+        return (found[1], int(found[2] or 0)) if found else None
 
     def find(self, pattern: re.Pattern[str]) -> int | None:
         """Index of the last line that fits: what is said last, the end was about."""
