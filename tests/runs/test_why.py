@@ -609,3 +609,21 @@ def test_a_rank_that_did_not_begin_again_has_said_nothing(tmp_path: Path) -> Non
     found = explain(run)
     assert (found.cause, found.behind, found.node) == ("collective_timeout", (2,), "n2")
     assert all(not entry.place.startswith("logs/rank_2.log") for entry in found.evidence)
+
+
+@pytest.mark.slow
+def test_ranks_whose_logs_are_too_many_to_read_are_not_accused(tmp_path: Path) -> None:
+    cfg = config(
+        "parallelism.nodes=130",
+        "parallelism.gpus_per_node=4",
+        "parallelism.data_parallel_shard_degree=520",
+    )
+    run = make_run(tmp_path, cfg)
+    waited = "Timed out waiting 3000ms for recv operation to complete"
+    for rank in range(520):
+        run.log(rank).write_text(f"{waited}\n" if rank != 77 else "busy\n")
+    error = {"rank": 0, "type": "RuntimeError", "message": waited, "traceback": ""}
+    run.set_state("running")
+    run.set_state("failed", error=error)
+    found = explain(run)
+    assert (found.cause, found.behind, found.sure) == ("collective_timeout", (77,), False)

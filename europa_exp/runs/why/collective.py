@@ -21,7 +21,8 @@ class _Testimony:
     """What the ranks say, all of them together.
 
     ``waited`` are the ranks that ran out of patience, ``named`` those that PyTorch calls late, ``enqueued`` the number of the
-    last collective that a rank began, ``joined`` how many of how many ranks came to the first meeting.
+    last collective that a rank began, ``joined`` how many of how many ranks came to the first meeting. ``unread`` are ranks
+    that said something which nobody read: there are too many.
     """
 
     waited: list[int] = field(default_factory=list)
@@ -30,6 +31,7 @@ class _Testimony:
     collective: str = ""
     joined: tuple[int, int] | None = None
     evidence: list[Evidence] = field(default_factory=list)
+    unread: frozenset[int] = frozenset()
 
 
 def timed_out(case: Case, rank: int | None, message: str) -> Explanation:
@@ -51,9 +53,10 @@ def timed_out(case: Case, rank: int | None, message: str) -> Explanation:
 
 
 def _hear(case: Case) -> _Testimony:
-    """Read what every rank wrote, in its log and its error record."""
-    heard = _Testimony()
-    for rank in sorted({*ranks(case.run), *case.errors})[:MOST_LOGS]:
+    """Read what the ranks wrote, in their logs and their error records."""
+    present = sorted({*ranks(case.run), *case.errors})
+    heard = _Testimony(unread=frozenset(present[MOST_LOGS:]))
+    for rank in present[:MOST_LOGS]:
         text = case.log(rank)
         error = case.errors.get(rank)
         said = "\n".join([*text.lines, *([error.message] if error is not None else [])])
@@ -90,10 +93,11 @@ def _behind(case: Case, heard: _Testimony) -> tuple[list[int], bool]:
         return sorted(rank for rank, number in heard.enqueued.items() if number < furthest), True
     if case.world is None or not heard.waited:
         return [], False
-    absent = [rank for rank in range(case.world) if rank not in heard.waited]
+    excused = {*heard.waited, *heard.unread}
+    absent = [rank for rank in range(case.world) if rank not in excused]
     # Ranks that met the end of the others (a closed connection) were there in time, perhaps in another collective.
     away = [rank for rank in absent if not _met_the_end_of_others(case.errors.get(rank))]
-    return away or absent, len(away) == 1
+    return away or absent, len(away) == 1 and not heard.unread
 
 
 def _met_the_end_of_others(error: ErrorRecord | None) -> bool:
