@@ -37,8 +37,11 @@ _PATIENCE_S = 2.0
 
 
 def place(runs_dir: Path, stem: str) -> Path:
-    """Where the record of a sweep lies; for a single run ``stem`` is its name."""
-    return runs_dir.absolute() / SWEEPS_FOLDER / f"{re.sub(r'[^A-Za-z0-9._=,+@-]+', '_', stem)}.json"
+    """Where the record of a sweep lies; for a single run ``stem`` is its name. Two names never share a file."""
+    plain = re.sub(r"[^A-Za-z0-9._=,+@-]+", "_", stem)
+    if plain != stem or plain.endswith(Path(EXCLUDE_SUFFIX).stem):
+        plain += f"-{hashlib.sha256(stem.encode()).hexdigest()[:8]}"
+    return runs_dir.absolute() / SWEEPS_FOLDER / f"{plain}.json"
 
 
 @contextlib.contextmanager

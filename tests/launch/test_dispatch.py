@@ -10,7 +10,17 @@ import pytest
 from launching import CODE, config, point
 
 from europa_exp.config.schema import Executor
-from europa_exp.launch import already, arrays, attend_slurm, follow, slurm_runs, squeue, submit, sweep_record
+from europa_exp.launch import (
+    already,
+    arrays,
+    attend_slurm,
+    follow,
+    slurm_exclude,
+    slurm_runs,
+    squeue,
+    submit,
+    sweep_record,
+)
 from europa_exp.launch.attend import Stops, report
 from europa_exp.launch.slurm_runs import Life
 from europa_exp.launch.slurm_submit import Handed
@@ -250,6 +260,14 @@ def test_the_record_survives_nonsense(tmp_path):
     assert json.loads(path.read_text())["unfinished"] == ["k"]
     assert sweep_record.unfinished(tmp_path, "k").path == path
     assert sweep_record.unfinished(tmp_path, "other") is None
+
+
+def test_two_sweeps_never_share_a_record(tmp_path):
+    names = ["a b", "a_b", "a/b", "a  b", "x", "x.exclude", "äb"]
+    records = {sweep_record.place(tmp_path, name) for name in names}
+    lists = {slurm_exclude.place(tmp_path, name) for name in names}
+    assert len(records | lists) == 2 * len(names)
+    assert sweep_record.place(tmp_path, "a_b").name == "a_b.json", "a plain name stays readable"
 
 
 def test_a_call_is_known_by_its_runs_and_not_by_its_code_or_order(tmp_path):
