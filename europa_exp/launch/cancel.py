@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from europa_exp.launch import squeue
 from europa_exp.launch.agents import AgentRecord, agents, cancel_file
 from europa_exp.launch.attend_slurm import close
-from europa_exp.launch.slurm_runs import OPEN, jobs_of
+from europa_exp.launch.slurm_runs import OPEN, jobs_of, unknown_jobs
 from europa_exp.launch.standing import LOST, Standing, on_slurm, survey
 from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.lookup import entries
@@ -68,7 +68,12 @@ def _cancel_jobs(standings: Sequence[Standing]) -> list[Done]:
     to_end: list[Standing] = []
     for s in standings:
         shared = {name for i in jobs[s.run] for name in others.get(i, ())}
-        if not jobs[s.run]:
+        odd = unknown_jobs(s.status)
+        if odd and not jobs[s.run]:
+            done.append(
+                Done(s.run, False, f"not cancelled: its record names the unknown job {', '.join(odd)}")
+            )
+        elif not jobs[s.run]:
             done.append(_mark(s.run, "it was never handed to Slurm; marked cancelled"))
         elif not shared or s.over:
             to_end.append(s)
@@ -107,7 +112,10 @@ def _cancel_jobs(standings: Sequence[Standing]) -> list[Done]:
                 Done(s.run, True, f"nothing to cancel: job {names} has ended ({s.note}); recorded as failed")
             )
         else:
-            done.append(_mark(s.run, f"job {names} cancelled", also_failed=True))
+            odd = "".join(
+                f"; its record also names the unknown job {text}" for text in unknown_jobs(s.status)
+            )
+            done.append(_mark(s.run, f"job {names} cancelled{odd}", also_failed=True))
     return done
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from europa_exp.config.schema import Executor
 from europa_exp.launch import job_folder, squeue
 from europa_exp.runs.folder import PROVENANCE_FILE, RunFolder
 from europa_exp.runs.skip import is_of
+from europa_exp.runs.slurm_record import is_job
 from europa_exp.runs.status import State, Status
 
 if TYPE_CHECKING:
@@ -135,12 +137,19 @@ def living_jobs(runs_dir: Path, names: Iterable[str]) -> list[str]:
 
 def jobs_of(run: RunFolder, status: Status) -> list[str]:
     """The Slurm jobs of a run: from its status, else (the submitting process died) from what submitit left."""
-    several = status.extra.get(JOB_IDS)
-    ids = [str(i) for i in several] if isinstance(several, list) else []
-    single = status.extra.get("job_id")
-    if isinstance(single, str) and single not in ids:
-        ids.append(single)
+    ids = [text for text in _named(status) if is_job(text)]
     if not ids and isinstance(folder := status.extra.get("job_folder"), str):
         task = status.extra.get("job_task")
         ids = job_folder.job_ids(Path(folder), task if isinstance(task, int) else 0)
     return ids
+
+
+def unknown_jobs(status: Status) -> list[str]:
+    """What stands in ``status.json`` in the place of a job's id and is none: Slurm can't be asked about it. In quotes."""
+    return [text if text == "null" else repr(text) for text in _named(status) if not is_job(text)]
+
+
+def _named(status: Status) -> list[str]:
+    several, single = status.extra.get(JOB_IDS), status.extra.get("job_id")
+    named = [*(several if isinstance(several, list) else []), *([] if single is None else [single])]
+    return list(dict.fromkeys(i if isinstance(i, str) else json.dumps(i) for i in named))

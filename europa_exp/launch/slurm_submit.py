@@ -143,7 +143,8 @@ class _Submission:
         left = [run for _, run in pairs if run not in taken]
         self._undo(left, fresh)
         handed.runs += [(point, run) for point, run in pairs if run in taken]
-        jobs = {str(run.status().extra.get("job_id")).partition("_")[0] for run in taken}
+        assert self._record is not None
+        jobs = {str(self._record.runs[run.name]["job_id"]).partition("_")[0] for run in taken}
         if taken:
             words = "job" if len(jobs) == 1 else "jobs"
             print(

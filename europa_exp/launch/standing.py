@@ -16,7 +16,7 @@ from typing import Any
 
 from europa_exp.launch import squeue
 from europa_exp.launch.agents import AgentRecord, agents
-from europa_exp.launch.slurm_runs import jobs_of
+from europa_exp.launch.slurm_runs import jobs_of, unknown_jobs
 from europa_exp.runs.attempts import attempts_of
 from europa_exp.runs.folder import RunFolder, RunFolderError
 from europa_exp.runs.lookup import Entry
@@ -129,9 +129,11 @@ def survey(
 
 
 def _standing(entry: Entry, answer: Answer, known: dict[str, AgentRecord], busy: set[str]) -> Standing:
-    status = entry.status
+    status, tries = entry.status, attempts_of(entry.status)
     i, found = current_job(jobs_of(entry.run, status), answer)
-    tries = attempts_of(status)
+    if status.ended and tries and isinstance(last := tries[-1].get("job_id"), str):
+        # The rest of a chain, which had nothing left to do, says nothing of the run.
+        i, found = last, answer.jobs.get(last)
     row, _ = entry.last
     step = row.get("step")
     base = Standing(
@@ -152,6 +154,8 @@ def _standing(entry: Entry, answer: Answer, known: dict[str, AgentRecord], busy:
         return replace(base, note=status.reason or "")
     if status.ended:
         return base
+    if i is None and (odd := unknown_jobs(status)):
+        return replace(base, state=LOST, note=f"its record names the unknown job {', '.join(odd)}")
     if i is None and on_slurm(status):
         written = _modified(entry.run.path / STATUS_FILE)
         if written is not None and time.time() - written < _SUBMITTING_S:

@@ -96,6 +96,11 @@ class Answer:
     known: bool = False
 
 
+def is_job(text: str) -> bool:
+    """Whether it is the id of one job (``7``) or of one task of an array (``7_3``)."""
+    return re.fullmatch(r"[0-9]+(_[0-9]+)?", text) is not None
+
+
 def job_ids(text: str) -> list[str]:
     """The jobs that Slurm's id stands for: ``7`` and ``7_3`` themselves, ``7_[1-3,9%2]`` the four tasks; else nothing."""
     found = _JOB_ID.fullmatch(text.strip())

@@ -202,6 +202,27 @@ def test_cancel(slurm: Cluster, tmp_path: Path) -> None:
     assert "europa cancel" in why
 
 
+def test_cancel_is_not_stopped_by_a_record_with_an_odd_job(slurm: Cluster, tmp_path: Path) -> None:
+    half, whole = job(slurm, "sleep 100"), job(slurm, "sleep 100")
+    odd = {
+        text: claim(tmp_path, i, text, "running", job_ids=[])
+        for i, text in enumerate(["abc; rm", "12_[1-3]", "", "12.batch"], 1)
+    }
+    partly = claim(tmp_path, 5, half, "queued", job_ids=[half, None])
+    fine = claim(tmp_path, 6, whole, "queued")
+    told = europa(slurm, tmp_path, "cancel", "--sweep", "s", "--runs-dir", ".")
+    assert told.returncode == 1, "the odd ones may go on"
+    assert "Traceback" not in told.stderr
+    assert f"{fine.name}: job {whole} cancelled\n" in told.stdout
+    assert f"{partly.name}: job {half} cancelled; its record also names the unknown job null\n" in told.stdout
+    for text, run in odd.items():
+        assert f"{run.name}: not cancelled: its record names the unknown job {text!r}\n" in told.stdout
+        assert run.status().state is State.running, "what was not cancelled is not called so"
+        standing = survey([run]).standings[0]
+        assert (standing.state, standing.note) == ("lost", f"its record names the unknown job {text!r}")
+    assert slurm.wait_until_over(half, whole) == dict.fromkeys((half, whole), "CANCELLED")
+
+
 def test_cancel_some_runs_of_one_job(slurm: Cluster, tmp_path: Path) -> None:
     i = job(slurm, "sleep 100")
     is_in(slurm, i, "RUNNING")
