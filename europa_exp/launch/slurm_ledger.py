@@ -170,12 +170,12 @@ class Ledger:
         more = newest is not None and (self.began_from is None or newest > self.began_from)
         return more or len(checkpoints.saved_steps(self.run)) > self._saved_before
 
-    def next_in_chain(self) -> str | None:
-        """The job that waits to continue this run after this one; None when it is the last."""
+    def rest_of_chain(self) -> list[str]:
+        """The jobs that wait to continue this run after this one, in order; none when it is the last."""
         jobs = self.run.status().extra.get("job_ids")
-        if not isinstance(jobs, list) or self.task.job_id not in jobs[:-1]:
-            return None
-        return str(jobs[jobs.index(self.task.job_id) + 1])
+        if not isinstance(jobs, list) or self.task.job_id not in jobs:
+            return []
+        return [str(job) for job in jobs[jobs.index(self.task.job_id) + 1 :]]
 
     # ------------------------------------------------------------------------------------- what ranks leave
 

@@ -35,7 +35,7 @@ from europa_exp.launch.slurm_task import Task
 from europa_exp.launch.worker import RankSpec, leave, record_error, run_rank
 from europa_exp.runs.attempts import STOPPED, Reason
 from europa_exp.runs.folder import RunFolder
-from europa_exp.runs.status import State, now
+from europa_exp.runs.status import ENDED, State, now
 
 _ABORTED_S = 2.0
 """Seconds that a rank gets to notice that the step is being ended without a record of why."""
@@ -78,8 +78,25 @@ def work(runs: Sequence[RunFolder], entry: str) -> None:
         worked = part if part.worked else worked
     if worst and worked is not None:
         worked.let_others_finish()
+    if task.rank == 0:
+        _cancel_rest_of_chain(task, runs)
     if worst:
         leave(worst)
+
+
+def _cancel_rest_of_chain(task: Task, runs: Sequence[RunFolder]) -> None:
+    """Take the jobs that wait to continue these runs out of the queue, if there is nothing left to continue.
+
+    They depend on the whole array before them: each task of it would get its nodes again only to end, for the sake of one that
+    is not done. Each job takes its own successors out, whose ids are in the record once the whole chain is submitted; one that
+    ended before that leaves it to the next.
+    """
+    ledger = Ledger(task, runs[-1])
+    if all(run.status().state in ENDED for run in runs) and (jobs := ledger.rest_of_chain()):
+        trouble = slurm_task.cancel(jobs)
+        ledger.log(
+            f"nothing is left to continue: scancel {' '.join(jobs)}{f': {trouble}' if trouble else ''}"
+        )
 
 
 class _Signals:
@@ -442,8 +459,8 @@ class _Turn:
                 _wait_to_be_killed()
             self.ledger.log(f"scontrol requeue: {trouble}")
             why = f"{reason}, and Slurm does not requeue the job: {trouble}"
-        elif (job := self.ledger.next_in_chain()) is not None:
-            self._avoid(job, bad)
+        elif jobs := self.ledger.rest_of_chain():
+            self._avoid(jobs[0], bad)
             self.ledger.close(
                 State.queued, reason, code=self.code, error=error, why=f"{why}, in the next job", ended=False
             )

@@ -35,6 +35,10 @@ requeue*) [ ! -e "$EUROPA_FAKE/away" ] || { echo "slurm_requeue error: Unexpecte
 esac
 """
 
+SCANCEL = """#!/bin/sh
+echo "scancel $*" >>"$EUROPA_FAKE/asked"
+"""
+
 RUNNING = "JobId=77 JobState=RUNNING Restarts=0 RunTime=00:00:10 TimeLimit=01:00:00 PreemptTime=None ExcNodeList=(null)"
 OVERTIME = RUNNING.replace("00:00:10", "00:59:30")
 
@@ -63,9 +67,9 @@ class Step:
         self.place = place
         place.mkdir(exist_ok=True)
         (place / "job").write_text(RUNNING)
-        scontrol = place / "scontrol"
-        scontrol.write_text(SCONTROL)
-        scontrol.chmod(0o755)
+        for name, text in (("scontrol", SCONTROL), ("scancel", SCANCEL)):
+            (place / name).write_text(text)
+            (place / name).chmod(0o755)
         self.tasks: list[subprocess.Popen[str]] = []
 
     def start(self, entry: str, *runs: RunFolder, ranks: int = 2, **slurm) -> list[subprocess.Popen[str]]:
@@ -444,7 +448,27 @@ def test_without_requeue_the_next_job_of_a_chain_goes_on(step, tmp_path):
         assert run.status().state == state
         step.end()
     assert "requeue" not in step.asked()
+    assert "scancel" not in step.asked(), "the next job has something to do"
     assert "no job to follow" in alone.status().extra["reason"]
+
+
+def test_what_is_over_takes_the_rest_of_its_chain_out_of_the_queue(step, tmp_path):
+    """Of the job's two runs the first is done long before the second, which the rest of the chain may have to continue."""
+    first, second = make_runs(tmp_path / "runs", on_slurm(), on_slurm())
+    for run in (first, second):
+        run.note(job_id="76", job_ids=["76", "77", "78", "79"])
+    first.set_state("completed")
+    step.start("wait_for_go", first, second)
+    up(second)
+    assert "scancel" not in step.asked()
+    (second.path / "go").touch()
+    assert step.codes() == [0, 0]
+    assert step.asked().splitlines() == ["scancel 78 79"], "by one task, once"
+    step.end()
+    # The next one may have begun before that: it has nothing to do, and says so as well.
+    step.start("write_steps", first, second, job=78)
+    assert step.codes() == [0, 0]
+    assert step.asked().splitlines()[1:] == ["scancel 79"]
 
 
 @pytest.mark.parametrize(

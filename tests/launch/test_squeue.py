@@ -268,6 +268,15 @@ def test_of_a_chain_the_job_that_runs_or_waits_matters() -> None:
     assert current_job([], Answer()) == (None, None)
 
 
+def test_of_a_chain_the_job_that_ended_the_run_matters(tmp_path: Path) -> None:
+    tries = [{"n": 1, "job_id": "7_1"}, {"n": 2, "job_id": "8_1"}]
+    run = make(tmp_path, "completed", job_ids=["7_1", "8_1", "9_1"], attempts=tries)
+    cancelled = SlurmState("9_1", "CANCELLED", "squeue")
+    for answer in (Answer(known=True), Answer({"9_1": cancelled}, known=True)):
+        [found] = survey([run], slurm=answer).standings
+        assert (found.job_id, found.slurm, found.state) == ("8_1", None, "completed")
+
+
 def make(tmp_path: Path, state: str, **fields: object) -> RunFolder:
     (tmp_path / "run").mkdir()
     run = RunFolder(tmp_path / "run")

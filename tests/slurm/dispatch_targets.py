@@ -35,3 +35,10 @@ def crash_at_first(cfg, run, runtime) -> None:
     while not mark.exists() or mark.read_text() in ("", job):
         time.sleep(0.1)
     count_starts(cfg, run, runtime)
+
+
+def crash_seed_2_at_first(cfg, run, runtime) -> None:
+    """``crash_at_first`` in the run with seed 2; the others are fine. None ends before all of its chain is submitted."""
+    while not run.status().extra.get("job_ids"):
+        time.sleep(0.1)
+    (crash_at_first if cfg.training.seed == 2 else count_starts)(cfg, run, runtime)

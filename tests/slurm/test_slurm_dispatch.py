@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from clusters import ROOT, until
-from submitting import config, finish, start, states, submit
+from submitting import config, europa, finish, start, states, submit
 
 from europa_exp.launch import snapshot
 from europa_exp.runs.folder import RunFolder
@@ -340,6 +340,29 @@ def test_a_chain_continues_where_slurm_may_not_requeue(slurm, tmp_path):
     for run in (RunFolder(p) for p in (tmp_path / "other").glob("run*")):
         assert len((run.path / "starts").read_text().splitlines()) == 1
         assert len(run.status().extra["job_ids"]) == 2
+
+
+def test_of_a_chain_only_what_is_not_done_gets_nodes_again(slurm, tmp_path):
+    """Three runs, one of which crashes once: of the second array only its task starts, of the third none."""
+    runs_dir = tmp_path / "runs"
+    chained = ("cluster.requeue=false", "cluster.max_attempts=3")
+    exit_code, out = submit(slurm, runs_dir, "dispatch_targets:crash_seed_2_at_first", configs(3, *chained))
+    assert exit_code == 0, out
+    until(lambda: not slurm.queue(), 60, slurm.queue)
+    found = {name: RunFolder(runs_dir / name).status() for name in states(runs_dir)}
+    ids = {name: status.extra["job_ids"] for name, status in found.items()}
+    assert {name: len(status.extra["attempts"]) for name, status in found.items()} == {
+        "run0": 1,
+        "run1": 2,
+        "run2": 1,
+    }
+    # Of a job that ever had nodes there is output.
+    place = Path(found["run0"].extra["job_folder"])
+    began = {job for name in ids for job in ids[name] if list(place.glob(f"{job}_*_log.out"))}
+    assert began == {ids["run0"][0], *ids["run1"][:2], ids["run2"][0]}, ids
+    listed = europa(slurm, tmp_path, "status", "--runs-dir", str(runs_dir)).stdout
+    assert all(ids[name][0] in listed for name in ("run0", "run2")), listed
+    assert not any(job in listed for name in ids for job in ids[name][2:]), listed
 
 
 def test_two_calls_at_once_do_not_double(slurm, tmp_path, code):
