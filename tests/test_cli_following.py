@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -56,6 +57,27 @@ def test_status_of_recorded_runs(tmp_path: Path) -> None:
     assert europa("status", done.name, runs=tmp_path).returncode == 0
     nothing = europa("status", runs=tmp_path / "nothing")
     assert (nothing.returncode, nothing.stdout) == (0, "")
+
+
+def test_what_is_next_is_found_where_the_runs_are(tmp_path: Path) -> None:
+    """Of runs that are not where the console script looks by itself, each command that is suggested names their folder."""
+    place = tmp_path / "o'there runs"
+    failed = record(place, "comm=fp8", state="failed")
+    done, cancelled = record(place, "comm=bf16"), record(place, state="cancelled")
+    calls = [("status",), ("why", done.name), ("why", failed.name), ("why", cancelled.name)]
+    for call in calls:
+        told = europa(*call, "--runs-dir", str(place), runs=tmp_path / "runs").stdout
+        suggested = [line for line in told.splitlines() if line.startswith("Next: ")]
+        assert suggested
+        for line in suggested:
+            if "python launch.py" in line:
+                words = shlex.split(line[line.index("python launch.py") :])
+                assert f'launch.runs_dir="{place}"' in words, line
+            else:
+                command = re.split(" has |: when ", line[line.index("europa ") :])[0]
+                words = shlex.split(command)
+                assert words[-2:] == ["--runs-dir", str(place)], line
+    assert "--runs-dir" not in europa("status", runs=place).stdout
 
 
 def test_where_checkpoints_lie_is_told(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def status(
     Exit code 1 if a run failed or was lost, else 0.
     """
     from europa_exp.launch.standing import survey
+    from europa_exp.runs import commands
 
     chosen, left_out = _chosen(runs_dir, runs or [], sweep)
     if not chosen:
@@ -75,7 +76,7 @@ def status(
         _print_checkpoints(chosen)
     bad = [s for s in found.standings if s.bad]
     if bad:
-        print(f"Next: europa why {bad[0].run.name}")
+        print(f"Next: {commands.about(bad[0].run, 'why')}")
         raise typer.Exit(1)
 
 
