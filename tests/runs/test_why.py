@@ -238,10 +238,10 @@ def test_an_accelerator_without_memory(tmp_path: Path) -> None:
     assert (explain(run).cause, explain(run).rank) == ("device_memory", 3)
 
 
-def watchdog(rank: int, seq: int, enqueued: int, completed: int) -> str:
+def watchdog(rank: int, seq: int, enqueued: int, completed: int, group: str = "0(default_pg)") -> str:
     """As torch 2.14 puts it together (c10d/ProcessGroupNCCL.cpp; the parts are strings of libtorch_cuda.so)."""
     head = f"[rank{rank}]:[E1129 12:00:00.000000000 ProcessGroupNCCL.cpp:682] "
-    pg = f"[PG ID 0 PG GUID 0(default_pg) Rank {rank}]"
+    pg = f"[PG ID 0 PG GUID {group} Rank {rank}]"
     return (
         f"{head}{pg} Watchdog caught collective operation timeout: WorkNCCL(SeqNum={seq}, OpType=ALLGATHER_BASE, "
         f"NumelIn=1048576, NumelOut=4194304, Timeout(ms)=600000) ran for 600012 milliseconds before timing out.\n"
@@ -267,6 +267,23 @@ def test_the_watchdog_of_nccl_names_the_rank_that_is_behind(tmp_path: Path) -> N
     assert "allgather" in found.title
     assert found.sure
     assert "Watchdog caught collective operation timeout" in proof(found)
+
+
+def test_counts_of_different_groups_of_ranks_are_not_compared(tmp_path: Path) -> None:
+    """Each group counts its own collectives: rank 3 hangs, its two groups wait for it, at very different numbers."""
+    run = failed(tmp_path)
+    killed = "rank {0} was killed by signal 6 (SIGABRT); see logs/rank_{0}.log"
+    for rank, count, group in ((0, 45, "4(mesh_ep)"), (1, 45, "4(mesh_ep)"), (2, 120, "2(mesh_fsdp)")):
+        error = leave_error(
+            run, rank, "Killed", killed.format(rank), watchdog(rank, count, count, count - 1, group)
+        )
+    run.log(3).write_text("======== start\nwaiting for a file\n")
+    run.note(error=error)
+    assert explain(run).behind == (3,)
+    # Within a group the counts tell.
+    leave_error(run, 3, "Killed", killed.format(3), watchdog(3, 119, 119, 118, "2(mesh_fsdp)"))
+    found = explain(run)
+    assert (found.behind, found.sure) == ((3,), True)
 
 
 def test_a_rank_that_says_nothing_is_the_one_that_did_not_arrive(tmp_path: Path) -> None:

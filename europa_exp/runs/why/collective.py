@@ -20,14 +20,14 @@ _MOST_MISSING = 2
 class _Testimony:
     """What the ranks say, all of them together.
 
-    ``waited`` are the ranks that ran out of patience, ``named`` those that PyTorch calls late, ``enqueued`` the number of the
-    last collective that a rank began, ``joined`` how many of how many ranks came to the first meeting. ``unread`` are ranks
-    that said something which nobody read: there are too many.
+    ``waited`` are the ranks that ran out of patience, ``named`` those that PyTorch calls late. ``enqueued`` maps a process group
+    to its ranks, and those to the number of the last collective that they began in it. ``joined`` tells how many of how many
+    ranks came to the first meeting. ``unread`` are ranks that said something which nobody read: there are too many.
     """
 
     waited: list[int] = field(default_factory=list)
     named: set[int] = field(default_factory=set)
-    enqueued: dict[int, int] = field(default_factory=dict)
+    enqueued: dict[str, dict[int, int]] = field(default_factory=dict)
     collective: str = ""
     joined: tuple[int, int] | None = None
     evidence: list[Evidence] = field(default_factory=list)
@@ -74,8 +74,8 @@ def _hear(case: Case) -> _Testimony:
         heard.named |= {int(number) for number in symptoms.LATE_IN_BARRIER.findall(said)}
         for group in symptoms.LAGGING.findall(said):
             heard.named |= {int(number) for number in re.findall(r"\d+", group)}
-        if numbers := symptoms.ENQUEUED.findall(said):
-            heard.enqueued[rank] = int(numbers[-1])
+        for group, number in symptoms.ENQUEUED.findall(said):
+            heard.enqueued.setdefault(group, {})[rank] = int(number)
         if found := symptoms.COLLECTIVE.search(said):
             heard.collective = found[2].lower().replace("_", "-").strip("-")
         if found := symptoms.JOINED.search(said):
@@ -88,9 +88,10 @@ def _behind(case: Case, heard: _Testimony) -> tuple[list[int], bool]:
     the only ones that did not complain."""
     if heard.named:
         return sorted(heard.named), True
-    if len(set(heard.enqueued.values())) > 1:
-        furthest = max(heard.enqueued.values())
-        return sorted(rank for rank, number in heard.enqueued.items() if number < furthest), True
+    # Each group counts its own collectives.
+    groups = heard.enqueued.values()
+    if late := {rank for group in groups for rank, n in group.items() if n < max(group.values())}:
+        return sorted(late), True
     if case.world is None or not heard.waited:
         return [], False
     excused = {*heard.waited, *heard.unread}

@@ -67,6 +67,9 @@ def cancelled(case: Case) -> Explanation:
         lines += proof(evidence.STATUS, f"cancelled by {asked.get('by')} at {asked.get('at')}")
     elif case.slurm is not None and case.slurm.by:
         by = f" by user id {case.slurm.by} (scancel)"
+    if case.error is not None:
+        by = by or f": {case.error.first_line}"
+        lines += proof(evidence.STATUS, case.error.first_line)
     launcher = case.launcher_log()
     index = launcher.find(
         re.compile(r"stopping: the launcher was told to|the job is cancelled|SIGTERM; Slurm says")

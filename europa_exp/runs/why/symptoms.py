@@ -137,7 +137,7 @@ CRASH = re.compile(r"^Fatal Python error: ")
 LATE_IN_BARRIER = re.compile(r"Rank (\d+) failed to pass monitoredBarrier")
 LAGGING = re.compile(r"ranks? \[([\d, ]+)\] are the lagging ranks")
 JOINED = re.compile(r"(\d+)/(\d+) clients joined")
-ENQUEUED = re.compile(r"last enqueued work: (\d+)")
+ENQUEUED = re.compile(r"(?:PG GUID (.+?) Rank \d+\].*)?last enqueued work: (\d+)")
 COLLECTIVE = re.compile(r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+)")
 SIGNAL = re.compile(r"signal (\d+) \((SIG\w+)\)")
 
