@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from europa_exp.comm import bf16_all_to_all, fp8_all_gather
+from europa_exp.comm import bf16_all_to_all
 from europa_exp.comm.bf16_all_to_all import apply_bf16_all_to_all
 from europa_exp.comm.compute_stream_gather import apply_compute_stream_gather
 from europa_exp.comm.fp8_all_gather import apply_fp8_all_gather

@@ -13,7 +13,7 @@ import torch
 from compose import composed
 from gathers_on_ranks import Gather
 from parity import train_plain
-from pools_on_gpu import GATHERED, Pools
+from pools_on_gpu import GATHERED, LAYERS, MESSAGE, REDUCED, Mechanisms, Pools
 from ranks import run_ranks
 from sharded_moe import Case
 from torch import nn
@@ -134,23 +134,57 @@ def test_the_trainer_gathers_fp8_asynchronously_and_computes_the_same(
     assert not any(gather.asynchronous for steps in sync for gathers in steps.gathers for gather in gathers)
 
 
-# --------------------------------------------------------------------------------------------------------------- a GPU
+# --------------------------------------------------------------------------------------------------------------- pools
 
 
-def pools(gather: bool, receive: bool | None = None) -> Pools:
-    with multiprocessing.get_context("spawn").Pool(1) as process:
-        return process.apply(pools_on_gpu.step, ("cuda", gather, receive))
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip(
+            "memory pools of streams exist on a GPU only; of a CPU's, the recorder of streams keeps account"
+        )
+    return request.param
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory pools of streams exist on a GPU only")
-def test_on_a_gpu_no_gather_takes_memory_of_another_stream() -> None:
-    default, ours = pools(gather=False), pools(gather=True)
-    assert default.forward >= GATHERED
+def pools(device: str, *several: Mechanisms) -> list[Pools]:
+    """The pools of a step with each of these mechanisms; on a GPU in a process of its own, as reserved memory stays."""
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Pool(1, maxtasksperchild=1 if device == "cuda" else None) as process:
+        found = process.starmap(pools_on_gpu.step, [(device, one) for one in several], chunksize=1)
+    assert all(pools.weights for pools in found)
+    return found
+
+
+@pytest.mark.slow
+def test_no_gather_takes_memory_of_another_stream(device: str) -> None:
+    default, ours = pools(device, Mechanisms(), Mechanisms(gather=True))
+    assert default.forward >= GATHERED[device]
     assert ours.forward == 0
-    assert default.backward - ours.backward >= GATHERED  # reduced gradients stay in the reduce stream's pool
+    # Reduced gradients stay in the reduce stream's pool.
+    assert default.backward - ours.backward >= GATHERED[device]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory pools of streams exist on a GPU only")
-def test_on_a_gpu_the_receive_buffer_of_gradients_takes_no_memory_of_another_stream() -> None:
-    default, ours = pools(gather=True, receive=False), pools(gather=True, receive=True)
-    assert default.backward - ours.backward >= GATHERED
+@pytest.mark.slow
+def test_the_receive_buffer_of_gradients_takes_no_memory_of_another_stream(device: str) -> None:
+    default, ours = pools(
+        device, Mechanisms(gather=True, receive=False), Mechanisms(gather=True, receive=True)
+    )
+    assert default.backward - ours.backward >= GATHERED[device]
+
+
+@pytest.mark.slow
+def test_a_lag_gives_reduced_gradients_back_to_the_reduce_stream(device: str) -> None:
+    kept, *lagging = pools(device, *(Mechanisms(gather=True, norm=True, lag=lag) for lag in (None, 1, 2)))
+    assert kept.backward >= LAYERS * REDUCED[device]
+    for lag, ours in zip((1, 2), lagging, strict=True):
+        # Those of `lag` layers, and the one that is being reduced.
+        assert kept.backward - ours.backward >= (LAYERS - lag - 1) * REDUCED[device]
+
+
+@pytest.mark.slow
+def test_an_fp8_gather_takes_one_message_of_the_stream_that_it_is_called_on(device: str) -> None:
+    default, sync, ours = pools(device, Mechanisms(), Mechanisms(fp8=True), Mechanisms(gather=True, fp8=True))
+    assert sync.forward - default.forward >= MESSAGE[device]
+    if device == "cuda":  # on a CPU, quantising needs memory of its own
+        assert sync.forward - default.forward < 2 * MESSAGE[device]
+    assert ours.forward == 0
