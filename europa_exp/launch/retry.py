@@ -73,16 +73,16 @@ class Gain:
 
 @dataclass(frozen=True)
 class Requeue:
-    """Start again. ``why`` is one line for people."""
+    """Start again. ``why`` is one line for people, which does not repeat the reason of the end."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Don't start again. ``reason`` is one line for people."""
+    """Don't start again. ``why`` is one line for people, which does not repeat the reason of the end."""
 
-    reason: str
+    why: str
 
 
 def decide(
@@ -100,20 +100,18 @@ def decide(
     """
     reason = Reason(reason)
     if reason not in AGAIN:
-        return Stop(f"{reason} is not tried again")
+        return Stop("it is not tried again")
     if reason is Reason.time_limit and gain.whole_limit and not gain.saved:
-        return Stop(f"{reason}, and {_in_vain(gain)}")
+        return Stop(_in_vain(gain))
     if len(attempts) >= max_attempts:
-        return Stop(
-            f"{reason}, and this was attempt {len(attempts)} of {max_attempts} (cluster.max_attempts)"
-        )
+        return Stop(f"this was attempt {len(attempts)} of {max_attempts} (cluster.max_attempts)")
     if attempts and reason not in _NO_PROOF:
         last = dict(attempts[-1]) | {"reason": str(reason), "error": error}
         twin = next((a for a in attempts[:-1] if _mark(a) == _mark(last)), None)
         if twin is not None:
             where = "before its first step" if last.get("step") is None else f"at step {last['step']}"
-            return Stop(f"{reason} {where} again, with the same error as attempt {twin.get('n')}")
-    return Requeue(f"{reason}: attempt {len(attempts) + 1} of {max_attempts} follows")
+            return Stop(f"{where} again, with the same error as attempt {twin.get('n')}")
+    return Requeue(f"attempt {len(attempts) + 1} of {max_attempts} follows")
 
 
 def _in_vain(gain: Gain) -> str:

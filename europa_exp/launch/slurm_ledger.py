@@ -122,12 +122,13 @@ class Ledger:
         why: str | None = None,
         ended: bool = True,
     ) -> None:
-        """End the attempt and set the state of the run, in one write."""
+        """End the attempt and set the state of the run, in one write. ``why`` adds to the reason, and does not repeat it."""
+        told = f"{reason}: {why}" if why else str(reason)
         short = {k: error[k] for k in ("rank", "type", "message")} if error else None
         done = attempts.closed(
             self.run.status(), self.task.start, reason, step=self._last_step(code), error=short
         )
-        fields: dict[str, Any] = {"attempts": done, "reason": why or str(reason)}
+        fields: dict[str, Any] = {"attempts": done, "reason": told}
         if error is None and state is State.failed:
             error = {"rank": None, "type": str(reason), "message": why or str(reason), "traceback": ""}
         if ended:
@@ -135,7 +136,7 @@ class Ledger:
             fields["exit_codes"] = {
                 str(rank): ended_with for rank, ended_with in sorted(self.exit_codes().items())
             }
-        self.log(f"{state}: {why or reason}")
+        self.log(f"{state}: {told}")
         for attempt in range(3):
             try:
                 self.run.set_state(state, **fields)

@@ -401,7 +401,7 @@ class _Turn:
             gain=self._gain(self.cfg),
         )
         if isinstance(decision, retry.Stop):
-            self.ledger.close(State.failed, reason, code=self.code, error=error, why=decision.reason)
+            self.ledger.close(State.failed, reason, code=self.code, error=error, why=decision.why)
             return code
         return self._again(self.cfg, reason, error, decision.why, code, bad)
 
@@ -458,7 +458,7 @@ class _Turn:
                 self.ledger.log("requeued")
                 _wait_to_be_killed()
             self.ledger.log(f"scontrol requeue: {trouble}")
-            why = f"{reason}, and Slurm does not requeue the job: {trouble}"
+            why = f"Slurm does not requeue the job: {trouble}"
         elif jobs := self.ledger.rest_of_chain():
             self._avoid(jobs[0], bad)
             self.ledger.close(
@@ -466,7 +466,7 @@ class _Turn:
             )
             return STOPPED
         else:
-            why = f"{reason}, and cluster.requeue=false with no job to follow this one"
+            why = "cluster.requeue=false, and no job follows this one"
         self.ledger.close(State.failed, reason, code=self.code, error=error, why=why)
         return code
 

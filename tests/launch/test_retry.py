@@ -42,7 +42,16 @@ def test_what_comes_from_the_machine_is_tried_again(reason):
 def test_what_comes_from_the_run_or_its_user_is_not(reason):
     found = decide(attempts((None, 7, None)), reason, None, max_attempts=9)
     assert isinstance(found, Stop)
-    assert str(reason) in found.reason
+    assert "not tried again" in found.why
+
+
+@pytest.mark.parametrize("reason", sorted(Reason))
+@pytest.mark.parametrize("most", [1, 2])
+def test_the_reason_is_told_by_whoever_asked(reason, most):
+    nothing = replace(SAVED, saved=False)
+    for gain in (SAVED, nothing):
+        for ended in (attempts((None, 7, None)), attempts((reason, 7, None), (None, 7, None))):
+            assert not decide(ended, reason, None, max_attempts=most, gain=gain).why.startswith(reason)
 
 
 def test_the_rule_names_exactly_these():
@@ -61,7 +70,7 @@ def test_not_more_often_than_asked():
     assert isinstance(decide(three, Reason.time_limit, None, max_attempts=4), Requeue)
     stop = decide(three, Reason.time_limit, None, max_attempts=3)
     assert isinstance(stop, Stop)
-    assert "3 of 3" in stop.reason
+    assert "3 of 3" in stop.why
     assert isinstance(decide(attempts((None, 1, None)), Reason.time_limit, None, max_attempts=1), Stop)
 
 
@@ -69,8 +78,8 @@ def test_the_same_error_at_the_same_step_twice_is_enough():
     twice = attempts((Reason.segmentation_fault, 12, SEGFAULT), (None, 12, None))
     stop = decide(twice, Reason.segmentation_fault, SEGFAULT, max_attempts=9)
     assert isinstance(stop, Stop)
-    assert "at step 12 again" in stop.reason
-    assert "attempt 1" in stop.reason
+    assert "at step 12 again" in stop.why
+    assert "attempt 1" in stop.why
 
 
 @pytest.mark.parametrize(
@@ -115,7 +124,7 @@ def test_a_time_limit_without_progress_is_not_tried_for_ever():
     twice = attempts((Reason.time_limit, None, None), (None, None, None))
     stop = decide(twice, Reason.time_limit, None, max_attempts=9)
     assert isinstance(stop, Stop)
-    assert "before its first step" in stop.reason
+    assert "before its first step" in stop.why
 
 
 @pytest.mark.parametrize(
@@ -137,7 +146,7 @@ def test_a_time_limit_before_which_nothing_was_saved_is_the_end(change, words):
     nothing = replace(SAVED, saved=False, **change)
     stop = decide(attempts((None, 40, None)), Reason.time_limit, None, max_attempts=9, gain=nothing)
     assert isinstance(stop, Stop)
-    assert re.search(words, stop.reason)
+    assert re.search(words, stop.why)
     # Other runs of the job took a part of its time; alone it may have enough.
     shared = replace(nothing, whole_limit=False)
     assert isinstance(

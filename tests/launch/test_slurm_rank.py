@@ -17,6 +17,7 @@ from launching import config, environ, make_runs, until
 from europa_exp.config.schema import Executor
 from europa_exp.launch import environment, slurm_exclude, slurm_task
 from europa_exp.launch.slurm_task import LayoutError, Task
+from europa_exp.launch.standing import survey
 from europa_exp.runs import checkpoints
 from europa_exp.runs.attempts import STOPPED, Reason, attempts_of, open_attempt
 from europa_exp.runs.folder import RunFolder
@@ -449,7 +450,9 @@ def test_without_requeue_the_next_job_of_a_chain_goes_on(step, tmp_path):
         step.end()
     assert "requeue" not in step.asked()
     assert "scancel" not in step.asked(), "the next job has something to do"
-    assert "no job to follow" in alone.status().extra["reason"]
+    assert alone.status().extra["reason"] == "asked: cluster.requeue=false, and no job follows this one"
+    [listed] = survey([alone]).standings
+    assert listed.note == alone.status().extra["reason"], "the reason is told once"
 
 
 def test_what_is_over_takes_the_rest_of_its_chain_out_of_the_queue(step, tmp_path):
