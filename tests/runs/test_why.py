@@ -644,3 +644,30 @@ def test_ranks_whose_logs_are_too_many_to_read_are_not_accused(tmp_path: Path) -
     run.set_state("failed", error=error)
     found = explain(run)
     assert (found.cause, found.behind, found.sure) == ("collective_timeout", (77,), False)
+
+
+@pytest.mark.parametrize("slurm_says", ["NODE_FAIL", "FAILED"])
+def test_what_ended_an_earlier_attempt_does_not_explain_the_job_that_follows(
+    tmp_path: Path, slurm_says: str
+) -> None:
+    """An attempt met the time limit, and the job that was to go on ended before its ranks began."""
+    attempt = {
+        "n": 1,
+        "job_id": "7",
+        "start": "7.0",
+        "nodes": ["n1", "n2"],
+        "reason": "time_limit",
+        "step": 3,
+    }
+    run = failed(tmp_path, attempts=[attempt])
+    leave_error(run, 1, "RuntimeError", "Timed out waiting 3000ms for recv operation to complete")
+    run.set_state("queued", reason="time_limit: attempt 2 of 3 follows", job_id="8", job_ids=["7", "8"])
+    found = explain(run, state="failed", slurm=SlurmState("8", slurm_says, "sacct", nodes="n[7-8]"))
+    assert found.cause == ("node_failure" if slurm_says == "NODE_FAIL" else "unknown")
+    assert "attempt 1, job 7: time_limit at step 3" in proof(found)
+    assert slurm_says in proof(found)
+    lost = explain(run, state="lost")
+    assert (lost.cause, lost.title) == (
+        "unknown",
+        "job 8 is gone, and neither the run nor Slurm says how it ended",
+    )

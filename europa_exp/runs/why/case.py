@@ -11,12 +11,15 @@ from typing import Any
 from europa_exp.runs.attempts import attempts_of
 from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.slurm_record import SlurmState, node_names
-from europa_exp.runs.status import Status
+from europa_exp.runs.status import State, Status
 from europa_exp.runs.why.explanation import Cause, Evidence, Explanation, bounded
 from europa_exp.runs.why.log_text import LogText
 
 MOST_LOGS = 512
 """Most logs that are read to explain one run."""
+
+_WAITING = (State.created, State.queued)
+_OVER = ("failed", "lost")
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class ErrorRecord:
 class Case:
     """What the sources of belief say: ``state`` is the run's own or a better known one, ``error`` is that of ``status.json``.
 
-    ``attempts`` are the oldest first; ``errors`` maps the ranks, in order, to their error records of the last attempt.
+    ``attempts`` are the oldest first, also one that recorded nothing; ``errors`` maps the ranks, in order, to their error records of the last attempt.
     ``world`` is the number of ranks and ``per_node`` that of a node, ``nodes`` those of the last attempt, in the order of
     ranks.
     """
@@ -134,7 +137,10 @@ class Case:
 def gather(run: RunFolder, state: str | None, slurm: SlurmState | None, job_logs: Sequence[Path]) -> Case:
     """Read what ``explain`` was asked about; a record that is missing or broken is taken for an empty one."""
     status = run.status()
+    state = state or str(status.state)
     attempts = attempts_of(status)
+    if attempts and status.state in _WAITING and state in _OVER:
+        attempts.append(_without_record(status, slurm, attempts))
     last = attempts[-1] if attempts else {}
     world, per_node = None, 1
     try:
@@ -150,12 +156,12 @@ def gather(run: RunFolder, state: str | None, slurm: SlurmState | None, job_logs
     return Case(
         run=run,
         status=status,
-        state=state or str(status.state),
+        state=state,
         slurm=slurm,
         job_logs=job_logs,
         attempts=attempts,
         error=ErrorRecord.of(status.error) if status.error is not None else None,
-        errors=_errors(run, last.get("start")),
+        errors=_errors(run, attempts),
         world=world,
         per_node=per_node,
         nodes=nodes,
@@ -170,8 +176,18 @@ def _start(attempt: Mapping[str, Any]) -> tuple[str, int] | None:
     return str(attempt["job_id"]), int(restarts[0])
 
 
-def _errors(run: RunFolder, start: object) -> dict[int, ErrorRecord]:
-    """The error records of the ranks, of the attempt that began with ``start``."""
+def _without_record(
+    status: Status, slurm: SlurmState | None, attempts: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The attempt of a job that was to go on with the run, and ended before it could record that it began."""
+    job = slurm.job_id if slurm is not None else status.extra.get("job_id")
+    return {"n": len(attempts) + 1, "job_id": job, "started_at": attempts[-1].get("ended_at")}
+
+
+def _errors(run: RunFolder, attempts: Sequence[Mapping[str, Any]]) -> dict[int, ErrorRecord]:
+    """The error records of the ranks, of the last attempt."""
+    start = attempts[-1].get("start") if attempts else None
+    earlier = [attempt.get("start") for attempt in attempts[:-1]]
     found: dict[int, ErrorRecord] = {}
     for path in (run.path / "logs").glob("rank_*.error.json"):
         try:
@@ -180,6 +196,7 @@ def _errors(run: RunFolder, start: object) -> dict[int, ErrorRecord]:
         except (OSError, ValueError, KeyError, TypeError):
             continue
         # A record without a start is from a run of this machine, where each attempt removes the old ones.
-        if start is None or record.get("start") in (None, start):
+        of = record.get("start")
+        if of in (None, start) or (start is None and of not in earlier):
             found[rank] = ErrorRecord.of(record | {"rank": rank})
     return dict(sorted(found.items()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from europa_exp.runs.error_kinds import Echo, echo_of
 from europa_exp.runs.log_files import ranks, spans
 from europa_exp.runs.why import evidence, symptoms
 from europa_exp.runs.why.advice import after_a_timeout, where_to_look
@@ -102,8 +103,7 @@ def _behind(case: Case, heard: _Testimony) -> tuple[list[int], bool]:
 
 
 def _met_the_end_of_others(error: ErrorRecord | None) -> bool:
-    symptom = symptoms.first_in(error.message) if error is not None else None
-    return symptom is not None and symptom.cause is Cause.lost_rank
+    return error is not None and echo_of(error.kind, error.message) is Echo.broken
 
 
 def _title(heard: _Testimony, behind: list[int], message: str) -> str:

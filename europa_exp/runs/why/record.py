@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from europa_exp.runs import commands
 from europa_exp.runs.attempts import Reason
+from europa_exp.runs.error_kinds import BAD_CONFIGURATION, ECHOES, echo_of
 from europa_exp.runs.status import State
 from europa_exp.runs.why import evidence, slurm, symptoms
 from europa_exp.runs.why.advice import next_steps
@@ -30,7 +31,7 @@ _SILENT = {"Killed", "Exited", "LostRank"}
 _BY_KIND = {
     "NonFiniteLossError": Cause.non_finite_loss,
     "MemoryError": Cause.host_memory,
-    **dict.fromkeys(symptoms.BAD_CONFIGURATION, Cause.bad_configuration),
+    **dict.fromkeys(BAD_CONFIGURATION, Cause.bad_configuration),
 }
 """Exceptions that name a cause, whatever their words."""
 
@@ -55,9 +56,7 @@ def _first_error(case: Case) -> ErrorRecord | None:
     """The error record that explains the others: the earliest that is nobody's echo."""
 
     def order(error: ErrorRecord) -> tuple[bool, str]:
-        echo = symptoms.first_in(error.said) if error.kind in symptoms.ECHOES else None
-        is_echo = echo is not None and echo.cause in (Cause.lost_rank, Cause.collective_timeout)
-        return is_echo, error.time
+        return echo_of(error.kind, error.message) is not None, error.time
 
     return min(case.errors.values(), key=order, default=None)
 
@@ -69,7 +68,7 @@ def _of_error(case: Case, error: ErrorRecord) -> Explanation | None:
         return too_many_starts(case, error)
     if error.kind == "MemoryFloorError":
         return _memory_floor(case)
-    if error.kind in _SILENT or (error.rank is None and error.kind not in symptoms.BAD_CONFIGURATION):
+    if error.kind in _SILENT or (error.rank is None and error.kind not in BAD_CONFIGURATION):
         return ended_silently(case, error)
     if (cause := _BY_KIND.get(error.kind)) is not None:
         return named_by_error(case, cause, error)
@@ -86,10 +85,12 @@ def _of_error(case: Case, error: ErrorRecord) -> Explanation | None:
 def _symptom(case: Case, error: ErrorRecord) -> symptoms.Symptom | None:
     """What the words of an error show; the words in its traceback explain only what may be an echo of another's end."""
     found = symptoms.first_in(error.said)
-    if found is not None or error.kind not in symptoms.ECHOES:
+    if found is not None or error.kind not in ECHOES:
         return found
     full = case.errors.get(error.rank) if error.rank is not None else None
-    return symptoms.first_in("\n".join([error.traceback, full.traceback if full is not None else ""]))
+    found = symptoms.first_in("\n".join([error.traceback, full.traceback if full is not None else ""]))
+    echo = echo_of(error.kind, error.message)
+    return found or (symptoms.OF_ECHO[echo] if echo is not None else None)
 
 
 def _memory_floor(case: Case) -> Explanation:

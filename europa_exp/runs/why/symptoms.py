@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from europa_exp.runs.error_kinds import Echo
 from europa_exp.runs.why.explanation import Cause
 
 
@@ -41,6 +42,18 @@ TIMED_OUT = _symptom(
     r"The client socket has timed out after \d+\s?ms while trying to connect",
     r"wait timeout after \d+ms, keys:",
 )
+
+LOST = _symptom(
+    Cause.lost_rank,
+    # gloo/transport/tcp/pair.cc; met.
+    r"Connection closed by peer",
+    r"Connection reset by peer",
+    # NCCL 2.x: ncclRemoteError, as ProcessGroupNCCL reports it.
+    r"ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely",
+)
+
+OF_ECHO = {Echo.timed_out: TIMED_OUT, Echo.broken: LOST}
+"""What an error that is the echo of another rank's end shows, also in words that prove nothing in a log."""
 
 IN_RANKS = (
     _symptom(
@@ -79,14 +92,7 @@ IN_RANKS = (
     ),
     _symptom(Cause.non_finite_loss, r"Loss is not finite"),  # torchtitan/trainer.py
     TIMED_OUT,
-    _symptom(
-        Cause.lost_rank,
-        # gloo/transport/tcp/pair.cc; met.
-        r"Connection closed by peer",
-        r"Connection reset by peer",
-        # NCCL 2.x: ncclRemoteError, as ProcessGroupNCCL reports it.
-        r"ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely",
-    ),
+    LOST,
 )
 """In what ranks print and in their errors; the first that fits is the cause."""
 
@@ -112,24 +118,6 @@ IN_JOBS = (
     ),
 )
 """In the output of Slurm's job script, where srun and slurmstepd write."""
-
-BAD_CONFIGURATION = frozenset(
-    {
-        "ConfigError",
-        "ConfigCompositionException",
-        "ConfigAttributeError",
-        "ValidationError",
-        "DataError",
-        "RunFolderError",
-        "LayoutError",
-        "RendezvousError",
-        "MissingMandatoryValue",
-    }
-)
-"""Exceptions of ours and of OmegaConf that say that what was asked for can't be done."""
-
-ECHOES = frozenset({"RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError"})
-"""Exceptions with which ranks meet the end of another rank; only their words tell whether they do."""
 
 CRASH = re.compile(r"^Fatal Python error: ")
 """Begins what faulthandler prints of a crash in native code; the stack follows, the innermost frame first."""
