@@ -21,7 +21,6 @@ from europa_exp.runs import attempts, checkpoints
 from europa_exp.runs.attempts import STOPPED, Reason
 from europa_exp.runs.files import append_line, read_lines, replace_text
 from europa_exp.runs.folder import RunFolder
-from europa_exp.runs.slurm_record import node_names
 from europa_exp.runs.status import ENDED, State, now
 
 SETTLE_S = 1.0
@@ -30,9 +29,6 @@ default, for all that is to be done here."""
 
 TASKS_FILE = "tasks.jsonl"
 """Under ``logs/``: one line for each rank of each attempt, with its exit code, when it has ended."""
-
-_REPORTS_S = 3.0
-"""Seconds that the first task waits for the memory reports of the others, to name all nodes below the floor at once."""
 
 
 class TooManyAttemptsError(Exception):
@@ -272,43 +268,7 @@ class Ledger:
         if (why := host_memory.below(line, cluster)) is not None:
             raise host_memory.MemoryFloorError(why)
 
-    def nodes_to_avoid(self, cfg: Config, *, below_floor: bool) -> list[str]:
-        """What the job must leave out when it starts again, if that is more than it does already; empty otherwise.
-
-        ``below_floor``: it ended because of the memory floor. Then the nodes below it are added to the list of the sweep, and
-        the jobs of the sweep that wait leave them out from now on.
-        """
-        from europa_exp.launch import slurm_exclude  # not above: hundreds of ranks start, and few need it
-
-        bad = self._bad_nodes(cfg) if below_floor else {}
-        path = slurm_exclude.place_of(self.run)
-        listed = set(bad)
-        try:
-            listed |= set(host_memory.exclude(path, bad) if bad else slurm_exclude.listed(path))
-        except OSError as error:
-            self.log(f"{path} can't be written: {error}")
-        if bad:
-            for trouble in slurm_exclude.tell_waiting(self.run, listed):
-                self.log(f"a job of the sweep does not leave them out: {trouble}")
-        if not listed:
-            return []
-        now_out = set(slurm_task.ask(self.task).exclude)
-        before = now_out | set(node_names(cfg.cluster.exclude or ""))
-        more = listed - now_out - set(node_names(cfg.cluster.nodelist or ""))
-        return sorted(before | more) if more else []
-
-    def _bad_nodes(self, cfg: Config) -> dict[str, str]:
-        """The nodes below the memory floor, with why."""
-        end = time.monotonic() + _REPORTS_S
-        while True:
-            bad, reported = self._below_floor(cfg)
-            if reported >= self.task.tasks or time.monotonic() > end:
-                break
-            time.sleep(0.1)
-        self.log(f"left out from now on: {'; '.join(bad.values())}")
-        return bad
-
-    def _below_floor(self, cfg: Config) -> tuple[dict[str, str], int]:
+    def below_floor(self, cluster: Cluster) -> tuple[dict[str, str], int]:
         """The nodes whose ranks reported too little memory, with why, and how many ranks reported in this start."""
         bad: dict[str, str] = {}
         reported = 0
@@ -316,7 +276,7 @@ class Ledger:
             if line.get("start") != self.task.start:
                 continue
             reported += 1
-            if (why := host_memory.below(line, cfg.cluster)) is not None:
+            if (why := host_memory.below(line, cluster)) is not None:
                 bad.setdefault(str(line.get("node")), why)
         return bad, reported
 

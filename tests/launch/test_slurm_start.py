@@ -59,9 +59,11 @@ def test_a_job_whose_submission_broke_off_does_nothing(tmp_path, taken, monkeypa
     assert taken == []
 
 
-def one_task(tmp_path: Path, entry: str, preexec=None) -> tuple[subprocess.CompletedProcess[str], RunFolder]:
-    """A job of one rank, as Slurm starts it, to its end; ``entry`` is a module with a function ``train``."""
-    cfg = config(1, executor=Executor.slurm, network_interface="lo")
+def one_task(
+    tmp_path: Path, entry: str, preexec=None, *, rank: int = 0
+) -> tuple[subprocess.CompletedProcess[str], RunFolder]:
+    """The last task of a job, as Slurm starts it, to its end; ``entry`` is a module with a function ``train``."""
+    cfg = config(rank + 1, executor=Executor.slurm, network_interface="lo")
     cfg.cluster.preload = False
     [run] = make_runs(tmp_path / "runs", cfg)
     (tmp_path / "light.py").write_text(entry)
@@ -71,8 +73,9 @@ def one_task(tmp_path: Path, entry: str, preexec=None) -> tuple[subprocess.Compl
     job_folder.mark(job, "77").touch()
     slurm = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "127.0.0.1", "SLURMD_NODENAME": "127.0.0.1"}
     slurm |= {
-        "SLURM_NTASKS": "1",
-        **dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0"),
+        "SLURM_NTASKS": str(rank + 1),
+        "SLURM_NODEID": "0",
+        **dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID"), str(rank)),
     }
     done = subprocess.run(
         [sys.executable, "-m", "europa_exp.launch.slurm_start", str(job)],
@@ -86,14 +89,17 @@ def one_task(tmp_path: Path, entry: str, preexec=None) -> tuple[subprocess.Compl
     return done, run
 
 
-def test_a_rank_starts_light(tmp_path):
+@pytest.mark.parametrize(("rank", "state"), [(0, "completed"), (1, "queued")])
+def test_a_rank_starts_light(rank, state, tmp_path):
     """Hundreds of ranks start at once, and a file system brings each import to each of them."""
-    done, run = one_task(tmp_path, ENTRY)
-    assert (done.returncode, run.status().state) == (0, "completed"), done.stdout + done.stderr
+    done, run = one_task(tmp_path, ENTRY, rank=rank)
+    assert (done.returncode, run.status().state) == (0, state), done.stdout + done.stderr
     modules = set(json.loads((run.path / "modules.json").read_text()))
     heavy = {"submitit", "numpy", "asyncio", "omegaconf", "hydra", "torch", "wandb", "importlib.metadata"}
     assert modules & heavy == set()
     assert "europa_exp.launch.slurm_rank" in modules
+    # Only the first task decides what comes next, and has to know of nodes and of the queue.
+    assert ({"europa_exp.launch.slurm_first", "europa_exp.launch.squeue"} <= modules) is (rank == 0)
 
 
 ASKED = """
