@@ -30,6 +30,8 @@ CASES = {
     "replicas": (4, Case(ep=1, replicas=2), 1, {}),
     "replicas, two micro-batches": (4, Case(ep=1, replicas=2), 2, {}),
     "replicas of experts not sharded": (4, Case(ep=2, replicas=2), 1, {}),
+    "replicas of expert shards": (8, Case(ep=2, replicas=2), 1, {}),
+    "empty shards": (4, Case(width=3, experts=2), 1, {"receive_on_compute_stream": True}),
     "kept after forward": (4, Case(reshard=False), 1, {}),
 }
 

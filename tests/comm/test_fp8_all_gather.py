@@ -41,6 +41,9 @@ CASES = {
     "fp32 shards": (4, Case(param_dtype=None)),
     "fp32 shards, uneven": (4, Case(**UNEVEN, param_dtype=None)),
     "replicas": (4, Case(ep=1, replicas=2)),
+    "replicas of expert shards": (8, Case(ep=2, replicas=2)),
+    "empty shards": (4, Case(width=3, experts=2)),
+    "empty shards, async": (4, Case(width=3, experts=2, unshard_async=True)),
     "kept after forward": (4, Case(reshard=False)),
 }
 
