@@ -247,10 +247,12 @@ def _as_problem(error: BaseException, texts: Sequence[str]) -> Problem:
         words.append(_first_line(error.__cause__))
     text = "; ".join(dict.fromkeys(w for w in words if w)) or type(error).__name__
     field = getattr(error.__cause__, "full_key", None) or getattr(error, "full_key", None)
-    mentioned = [t for t in texts if key_of(t) and key_of(t) in text]
+    mentioned = max(
+        (t for t in texts if key_of(t) and key_of(t) in text), key=lambda t: len(key_of(t)), default=None
+    )
     return Problem(
-        field or (key_of(mentioned[0]) if mentioned else "composition"),
-        mentioned[0] if mentioned else " ".join(texts),
+        field or (key_of(mentioned) if mentioned else "composition"),
+        mentioned or " ".join(texts),
         text,
         "python launch.py --help lists groups and options, europa fields the fields",
     )

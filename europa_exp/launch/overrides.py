@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_origin
 
 from europa_exp.config.errors import Problem
 from europa_exp.launch.fields import field_types, free_mapping, group_names, hint_of, near, takes_text
@@ -78,18 +78,21 @@ def write(value: Any) -> str:
 def normalize(text: str) -> str:
     """Spare people three oddities of Hydra's grammar.
 
-    An entry of a free mapping (``nccl.extra.NCCL_ALGO=Ring``) needs no ``+``; a text field takes what was typed, where
+    An entry of a free mapping (``nccl.extra.NCCL_ALGO=Ring``) needs no ``+``, nor do several (``nccl.extra={NCCL_ALGO:Ring}``,
+    which leaves the others there as they are); a text field takes what was typed, where
     Hydra would read a number or a boolean and write it differently (``1e3`` as ``1000.0``, ``true`` as ``True``); so does a
     choice that is called ``true``. A folder may have ``=`` in it without quotes, as names of runs have.
     """
     prefix, key, raw = split(text)
     if raw is None or prefix == "~":
         return text
+    hint = hint_of(key)
     if free_mapping(key):
         prefix = "++"
+    elif get_origin(hint) is dict:
+        return f"++{key}={_entries(raw)}"
     if key in _FOLDERS and "=" in raw and re.fullmatch(r"[\w./=+@%:-]+", raw):
         return f"{prefix}{key}={quoted(raw)}"
-    hint = hint_of(key)
     if hint is not None and (takes_text(hint) or "true" in getattr(hint, "__members__", ())):
         try:
             value = parse(text)._value
@@ -98,6 +101,23 @@ def normalize(text: str) -> str:
         if isinstance(value, (bool, int, float)):
             raw = quoted(raw.strip())
     return f"{prefix}{key}={raw}"
+
+
+def _entries(raw: str) -> str:
+    """The value of a free mapping, ``{A: 1e3, B: true}``, with what was typed as text; unchanged where it is no such value."""
+    try:
+        entries = parse(f"entries={raw}")._value
+    except Exception:
+        return raw  # refused later, with advice
+    if not isinstance(entries, dict):
+        return raw
+    parts = []
+    for name, value in entries.items():
+        if isinstance(value, (bool, int, float)):
+            typed = re.search(rf"[{{,]\s*{re.escape(str(name))}\s*:\s*([^,}}]*)", raw)
+            value = typed[1].strip() if typed else value
+        parts.append(f"{name}:{write(_plain(value))}")
+    return "{" + ",".join(parts) + "}"
 
 
 # ------------------------------------------------------------------------------------------------------------ what's wrong
@@ -157,7 +177,9 @@ def _grammar(text: str, key: str, raw: str | None, before: str | None) -> Proble
         return Problem(
             key or "command line", text, "is no name of a field or group", "Write field=value or group=option"
         )
-    if raw[:1] in "[{" or "(" in raw:
+    if get_origin(hint_of(key)) is dict:
+        way_out = f"Write +{key}.NAME=text for each, or '{key}={{NAME:text}}' in quotes"
+    elif raw[:1] in "[{" or "(" in raw:
         way_out = f"For text, type {for_shell(key, raw)}; in a list or a call, quote the parts"
     else:
         way_out = f"Quotes inside quotes make it plain text: {for_shell(key, raw)}"
@@ -242,12 +264,14 @@ def type_problem(key: str, value: Any) -> Problem | None:
         optional = wanted.endswith(" or null")
         if isinstance(value, float) and value.is_integer() and "whole number" in wanted:
             way_out = f"Write {key}={int(value)}"
+        elif mapping := key if get_origin(hint) is dict else free_mapping(key):
+            way_out = f"Write +{mapping}.NAME=text, or {mapping}={{NAME:text}}; ~{mapping}.NAME takes one out"
         elif value in ("None", "none", None):
             way_out = f"Write {key}=null" if optional else f"Every run needs a {key}"
         elif hint is bool:
             way_out = yes_or_no
         else:
-            way_out = f"`europa fields {free_mapping(key) or key}` explains it"
+            way_out = f"`europa fields {key}` explains it"
         return Problem(key, value, f"must be {wanted}", way_out)
     return None
 

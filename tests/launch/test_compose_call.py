@@ -84,6 +84,27 @@ def test_bad_input_is_one_clear_message(argument, submitted):
     assert submitted == []
 
 
+def test_hydras_own_words_come_with_the_override_that_they_are_about():
+    from hydra.errors import HydraException
+
+    from europa_exp.launch.compose import explained
+
+    typed = ["cluster=slurm", "+cluster.sbatch_args.qos=x", "nccl=jupiter"]
+    with pytest.raises(ConfigError) as e, explained(typed, lambda group: []):
+        raise HydraException("Could not override 'cluster.sbatch_args.qos'.")
+    assert "cluster.sbatch_args.qos='+cluster.sbatch_args.qos=x': Could not" in str(e.value)
+
+
+def test_a_mapping_of_free_names_is_taken_whole():
+    slurm = ["cluster=slurm", "cluster.partition=p", "cluster.time_limit=01:00:00"]
+    (point,) = plan(*slurm, "cluster.sbatch_args={qos:x, hold: true}", "cluster.env={A: 1e3}").points
+    assert point.cfg.cluster.sbatch_args == {"qos": "x", "hold": "true"}
+    assert point.cfg.cluster.env == {"A": "1e3"}
+    (point,) = plan("nccl=jupiter", "nccl.extra={NCCL_ALGO:Ring}").points
+    assert point.cfg.nccl.extra["NCCL_ALGO"] == "Ring"
+    assert len(point.cfg.nccl.extra) > 1 or plan("nccl=jupiter").points[0].cfg.nccl.extra == {}
+
+
 def test_all_problems_of_all_points_come_at_once(submitted):
     result = call("-m", "comm=fp8,fp9", "nccl.max_ctas=8,0", "training.steps=1,1e3")
     assert result.code == 2

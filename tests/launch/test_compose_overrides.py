@@ -158,6 +158,17 @@ def test_entries_of_free_mappings_need_no_plus():
     assert normalize("~nccl.extra.NCCL_ALGO") == "~nccl.extra.NCCL_ALGO"
 
 
+@pytest.mark.parametrize("key", ["nccl.extra", "cluster.env", "cluster.sbatch_args"])
+def test_several_entries_of_a_free_mapping_in_one(key):
+    assert normalize(f"{key}={{A:x,B:1e3, C: true,D:'007'}}") == f'++{key}={{A:x,B:"1e3",C:"true",D:"007"}}'
+    assert normalize(f"+{key}={{}}") == f"++{key}={{}}"
+    assert problems(normalize(f"{key}={{A:x}}")) == []
+    for wrong in ("3", "null", "[a]", "{A:[b]}", "{A:null}", "{A:b", "word"):
+        (message,) = problems(normalize(f"{key}={wrong}"))
+        assert message.startswith(f"{key}=")
+        assert f"+{key}.NAME=text" in message
+
+
 @pytest.mark.parametrize("value", ["1e3", "true", "007", "1_000", "0x"])
 def test_text_fields_take_what_was_typed(value):
     for key in ("tracking.notes", "cluster.env.X"):
