@@ -266,6 +266,19 @@ def _sweep_file(today: Composer, overrides: Sequence[str]) -> SweepFile | None:
     return read(today.load([f"+{GROUP}={split(chosen[-1])[2]}"], multirun=True).hydra) if chosen else None
 
 
+def _other_cluster(recorded: Config, cfg: Config) -> list[str]:
+    """That it goes to another cluster than the recorded run, or what of the same one is otherwise."""
+    then, now = recorded.cluster, cfg.cluster
+    if then.name != now.name:
+        return [f"cluster: {then.name} as recorded, {now.name} here"]
+    differing = [f.name for f in fields(now) if getattr(then, f.name) != getattr(now, f.name)]
+    return [
+        f"cluster.{name}: {getattr(then, name)} as recorded, {getattr(now, name)} here"
+        for name in differing
+        if name != "checkpoint_dir"
+    ]
+
+
 def _say_first(
     record: Record,
     identities: Sequence[str],
@@ -300,6 +313,7 @@ def _say_first(
                 lines.append(
                     f"cluster.{f.name}: {here} here, {now} as recorded is used (cluster.{f.name}=... takes another)"
                 )
+    lines += _other_cluster(record.cfg, cfg)
     lines += rerun_folder.differences(record.cfg.cluster, cfg.cluster, kept_folder)
     print("Different from the record:" if lines else "Nothing around it differs from the record.")
     for line in lines:

@@ -383,3 +383,18 @@ def test_a_record_makes_no_checkpoint_ours_by_naming_its_folder(submitted, tmp_p
     assert "trust=true" in result.err
     assert submitted == []
     assert call(f"rerun={run.name}", f"{FOLDER}={tmp_path}/theirs").code == 0
+
+
+def test_another_cluster_than_recorded_is_told(submitted):
+    """A rerun takes neither the cluster nor its settings from the record."""
+    slurm = ("cluster=slurm", "cluster.network_interface=lo", "cluster.time_limit='00:10:00'")
+    run = recorded(*slurm)
+    result = call(f"rerun={run.name}")
+    assert result.code == 0, result.err
+    assert "  cluster: slurm as recorded, local here\n" in result.out
+    result = call(f"rerun={run.name}", *slurm[:2], "cluster.time_limit='00:20:00'")
+    assert result.code == 0, result.err
+    assert "  cluster.time_limit: 00:10:00 as recorded, 00:20:00 here\n" in result.out
+    result = call(f"rerun={run.name}", *slurm)
+    assert result.code == 0, result.err
+    assert "  cluster" not in result.out
