@@ -671,3 +671,20 @@ def test_what_ended_an_earlier_attempt_does_not_explain_the_job_that_follows(
         "unknown",
         "job 8 is gone, and neither the run nor Slurm says how it ended",
     )
+
+
+def test_the_output_of_an_earlier_job_of_a_chain_explains_nothing(tmp_path: Path) -> None:
+    first = {"n": 1, "job_id": "7", "start": "7.0", "nodes": ["n1", "n2"], "reason": "lost_rank", "step": 3}
+    last = {"n": 2, "job_id": "8", "start": "8.0", "nodes": ["n3", "n4"], "reason": "killed", "step": 9}
+    run = failed(tmp_path, attempts=[first, last], job_ids=["7", "8"])
+    message = "rank 1 was killed by signal 9 (SIGKILL); somebody killed it, or the machine ran out of memory"
+    run.note(error={"rank": 1, "type": "Killed", "message": message, "traceback": ""})
+    output = [tmp_path / "7_0_log.err", tmp_path / "8_0_log.err"]
+    words = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0."
+    output[0].write_text(f"{words}\n")
+    output[1].write_text("srun: error: n3: task 1: Killed\n")
+    found = explain(run, job_logs=output)
+    assert (found.cause, found.node) == ("killed", "n3")
+    assert words not in proof(found)
+    output[1].write_text(f"{words}\n")
+    assert explain(run, job_logs=output).cause == "host_memory"

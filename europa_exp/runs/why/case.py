@@ -158,7 +158,7 @@ def gather(run: RunFolder, state: str | None, slurm: SlurmState | None, job_logs
         status=status,
         state=state,
         slurm=slurm,
-        job_logs=job_logs,
+        job_logs=_of_last_job(job_logs, attempts),
         attempts=attempts,
         error=ErrorRecord.of(status.error) if status.error is not None else None,
         errors=_errors(run, attempts),
@@ -182,6 +182,13 @@ def _without_record(
     """The attempt of a job that was to go on with the run, and ended before it could record that it began."""
     job = slurm.job_id if slurm is not None else status.extra.get("job_id")
     return {"n": len(attempts) + 1, "job_id": job, "started_at": attempts[-1].get("ended_at")}
+
+
+def _of_last_job(job_logs: Sequence[Path], attempts: Sequence[Mapping[str, Any]]) -> list[Path]:
+    """``job_logs`` without those of the jobs that only earlier attempts ran in."""
+    jobs = [str(attempt.get("job_id")) for attempt in attempts]
+    earlier = tuple(f"{job}_" for job in jobs[:-1] if job != jobs[-1])
+    return [path for path in job_logs if not path.name.startswith(earlier)]
 
 
 def _errors(run: RunFolder, attempts: Sequence[Mapping[str, Any]]) -> dict[int, ErrorRecord]:
