@@ -1,4 +1,5 @@
-"""submitit's Slurm executor with two changes: ranks start light, and the script can be seen without submitting it.
+"""submitit's Slurm executor with three changes: ranks start light, a job leaves two files of output however many ranks it has,
+and the script can be seen without submitting it.
 
 submitit has public names for neither; this is the only place that uses its private ones. Import it late: submitit takes its
 time.
@@ -16,9 +17,16 @@ ENTRY = "europa_exp.launch.slurm_start"
 class Executor(SlurmExecutor):
     """Writes scripts, submits them, and finds out the ids of the jobs; what a task does is in ``slurm_start``."""
 
+    def __init__(self, folder: str, *, python: str) -> None:
+        super().__init__(folder, python=python)
+        # submitit's srun has a file for each task. Ranks keep logs of their own; the little that comes before is for the script's.
+        # submitit's wckey is its own name, and sites that keep accounts by wckey refuse one that they don't know.
+        self.update_parameters(use_srun=False, wckey=None)
+
     @property
     def _submitit_command_str(self) -> str:
-        return f"{self.python} -u -m {ENTRY} {shlex.quote(str(self.folder))}"
+        srun = shlex.join(["srun", "--label", *self.parameters.get("srun_args", ())])
+        return f"{srun} {self.python} -u -m {ENTRY} {shlex.quote(str(self.folder))}"
 
     @classmethod
     def affinity(cls) -> int:

@@ -362,7 +362,7 @@ def test_an_option_without_a_value(value, line):
 def test_what_is_not_set_has_no_line():
     names = {line.split("=")[0] for line in lines_of("cluster=slurm", "cluster.requeue=false")}
     assert names == {
-        "error", "output", "open-mode", "job-name", "nodes", "ntasks-per-node", "no-requeue", "signal", "time", "wckey",
+        "error", "output", "open-mode", "job-name", "nodes", "ntasks-per-node", "no-requeue", "signal", "time",
     }  # fmt: skip
 
 

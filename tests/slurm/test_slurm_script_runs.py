@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 RANK = """
 import json, os, sys
 from pathlib import Path
+print("from", os.environ["SLURM_PROCID"], file=sys.stderr)
 (Path(sys.argv[1]) / (os.environ["SLURM_PROCID"] + ".json")).write_text(json.dumps(dict(os.environ)))
 sys.exit(7 if os.environ["SLURM_PROCID"] == sys.argv[2] else 0)
 """
@@ -97,6 +98,10 @@ def test_success_is_success(slurm, tmp_path):
     job_id = submitted(slurm, tmp_path, job).split()[-1]
     assert slurm.wait_until_over(job_id) == {job_id: "COMPLETED"}
     assert sorted(f.name for f in (tmp_path / "seen").iterdir()) == [f"{r}.json" for r in range(4)]
+    out, err = f"{job_id}_0_log.out", f"{job_id}_0_log.err"
+    assert sorted(f.name for f in (tmp_path / "job").iterdir()) == [err, out], "whatever the number of ranks"
+    said = (tmp_path / "job" / err).read_text().splitlines()
+    assert sorted(said) == [f"{rank}: from {rank}" for rank in range(4)]
 
 
 def test_nothing_of_the_allocation_that_submits_gets_into_the_job(slurm, tmp_path):

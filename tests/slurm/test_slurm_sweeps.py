@@ -62,6 +62,7 @@ def test_384_ranks_on_96_nodes(start_slurm, tmp_path):
     assert code == 0, out + evidence(tmp_path / "runs")
     # A run is over with its rank 0, the others may take a moment longer.
     slurm.wait_until_over(RunFolder(run).status().extra["job_id"])
+    assert len(list((tmp_path / "runs").glob(".submitit/*/*"))) < 10, "no file for each rank"
     ranks = [json.loads(path.read_text()) for path in (run / "ranks").glob("*.json")]
     assert len(ranks) == 384
     assert {int(rank["RANK"]) for rank in ranks} == set(range(384))

@@ -16,7 +16,6 @@
 #SBATCH --requeue
 #SBATCH --signal=USR2@300
 #SBATCH --time=720
-#SBATCH --wckey=submitit
 
 # setup
 # A job's shell knows the command only if the submitting shell exports it.
@@ -35,5 +34,5 @@ export PYTHONPATH=<code>"${PYTHONPATH:+:$PYTHONPATH}"
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output <runs>/.submitit/JOB/%j_%t_log.out --error <runs>/.submitit/JOB/%j_%t_log.err --kill-on-bad-exit=1 "${begin[@]}" bash <code>/europa_exp/launch/numa_bind.sh cpu_and_memory go_on <python> -u -m europa_exp.launch.slurm_start <runs>/.submitit/JOB
+srun --label --kill-on-bad-exit=1 "${begin[@]}" bash <code>/europa_exp/launch/numa_bind.sh cpu_and_memory go_on <python> -u -m europa_exp.launch.slurm_start <runs>/.submitit/JOB
 

@@ -14,7 +14,6 @@
 #SBATCH --requeue
 #SBATCH --signal=USR2@120
 #SBATCH --time=60
-#SBATCH --wckey=submitit
 
 # setup
 # A job's shell knows the command only if the submitting shell exports it.
@@ -33,5 +32,5 @@ export PYTHONPATH=<code>"${PYTHONPATH:+:$PYTHONPATH}"
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output <runs>/.submitit/JOB/%j_%t_log.out --error <runs>/.submitit/JOB/%j_%t_log.err --kill-on-bad-exit=1 "${begin[@]}" <python> -u -m europa_exp.launch.slurm_start <runs>/.submitit/JOB
+srun --label --kill-on-bad-exit=1 "${begin[@]}" <python> -u -m europa_exp.launch.slurm_start <runs>/.submitit/JOB
 

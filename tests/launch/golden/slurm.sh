@@ -12,7 +12,6 @@
 #SBATCH --requeue
 #SBATCH --signal=USR2@60
 #SBATCH --time=60
-#SBATCH --wckey=submitit
 
 # setup
 # A signal waits until the ranks can take it. Where env is too old for that (coreutils < 8.31), it is not heeded.
@@ -23,5 +22,5 @@ export PYTHONPATH=<code>"${PYTHONPATH:+:$PYTHONPATH}"
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output <runs>/.submitit/JOB/%A_%a_%t_log.out --error <runs>/.submitit/JOB/%A_%a_%t_log.err --kill-on-bad-exit=1 "${begin[@]}" <python> -u -m europa_exp.launch.slurm_start <runs>/.submitit/JOB
+srun --label --kill-on-bad-exit=1 "${begin[@]}" <python> -u -m europa_exp.launch.slurm_start <runs>/.submitit/JOB
 
