@@ -112,7 +112,10 @@ def _setup(cluster: Cluster, nodes: int, code: Path) -> list[str]:
         unpack = """bash -c 'trap "" USR2; mkdir -p -- "$1" && tar -xf "$0" -C "$1"'"""
         failed = '{ echo "cluster.unpack: failed" >&2; exit 1; }'
         lines.append(f"{each_node} {unpack} {archive} {place} || {failed}")
-    lines += cluster.setup
+    for line in cluster.setup:
+        # In this shell, because it may set variables; a line of its own, because that one may end in a comment.
+        failed = f'echo "cluster.setup: failed on $(uname -n):" {shlex.quote(line)}'
+        lines += [line, f"[ $? = 0 ] || {{ {failed} >&2; exit 1; }}"]
     if cluster.cpus_per_task:
         lines.append(f"export SRUN_CPUS_PER_TASK={cluster.cpus_per_task}  # srun doesn't inherit it")
     lines += [

@@ -303,6 +303,31 @@ def test_a_module_that_is_not_there_ends_the_job_by_name(commands, tmp_path):
     assert "failed to load GCC" in done.stderr
 
 
+SETUP = [
+    "export FIRST=1  # a comment",
+    "if [ -n '' ]; then",
+    "false",
+    "fi",
+    "# nothing",
+    "export SECOND=$FIRST",
+]
+
+
+@pytest.mark.parametrize(
+    "failing", [None, "source '/nope/it is/activate'  # of the site", "false", "true && false"]
+)
+def test_a_setup_line_that_fails_ends_the_job_by_name(failing, commands, tmp_path):
+    cfg = composed("cluster=slurm")
+    cfg.cluster.setup = [*SETUP, *filter(None, [failing]), "export THIRD=1"]
+    done, args, seen = run_script(slurm.script_text(cfg, cfg.launch), tmp_path)
+    if failing is None:
+        assert (done.returncode, done.stderr) == (0, "")
+        assert [seen[name] for name in ("FIRST", "SECOND", "THIRD")] == ["1", "1", "1"]
+    else:
+        assert (done.returncode, args) == (1, None)
+        assert done.stderr.splitlines()[-1] == f"cluster.setup: failed on {os.uname().nodename}: {failing}"
+
+
 def test_inside_an_allocation_srun_is_told_the_shape(commands, tmp_path):
     text = text_of(
         "cluster=slurm", "cluster.inside_allocation=true", "cluster.gres='gpu:2'", "cluster.time_limit=null"
