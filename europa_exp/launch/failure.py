@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,17 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from europa_exp.launch.processes import signal_name
+from europa_exp.runs.error_kinds import echo_of
 from europa_exp.runs.folder import RunFolder
 
 SHORT_LINES = 16
 """Lines of a traceback that go to the screen and into ``status.json``; all of it is in the rank's log."""
-
-_ECHO_TYPES = {"RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError"}
-_ECHO = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|failed to (recv|send)|socket.*closed"
-    r"|timed out|timeout|remote process|peer.*(exited|aborted)|communicator was aborted|pair closure",
-    re.IGNORECASE | re.DOTALL,
-)
 
 
 @dataclass(frozen=True)
@@ -38,7 +31,7 @@ class Failure:
     @property
     def is_echo(self) -> bool:
         """Whether this looks like the consequence of another rank's end: a connection that broke, a wait that ran out."""
-        return self.type in _ECHO_TYPES and _ECHO.search(self.message) is not None
+        return echo_of(self.type, self.message) is not None
 
     def record(self) -> dict[str, Any]:
         """The ``error`` of ``status.json``."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from europa_exp.runs.attempts import Reason
+from europa_exp.runs.error_kinds import BAD_CONFIGURATION, Echo, echo_of
 
 AGAIN = frozenset(
     {
@@ -35,23 +36,9 @@ _FROM_OUTSIDE = frozenset({Reason.node_failure, Reason.preemption, Reason.requeu
 # They come whatever the run does, so twice at the same step proves nothing. (A memory floor is met before any step.)
 _NO_PROOF = _FROM_OUTSIDE | {Reason.memory_floor}
 
-_CONFIGURATION = {
-    "ConfigError",
-    "DataError",
-    "RunFolderError",
-    "LayoutError",
-    "RendezvousError",
-    "ConfigCompositionException",
-}
-_NETWORK = {"RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError"}
-_TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
+_OF_ECHO = {Echo.timed_out: Reason.collective_timeout, Echo.broken: Reason.lost_rank}
 _WATCHDOG = re.compile(
     r"watchdog.*(timeout|timed out)|collective operation timeout", re.IGNORECASE | re.DOTALL
-)
-_BROKEN = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|failed to (recv|send)|socket.*closed"
-    r"|remote process|peer.*(exited|aborted)|communicator was aborted|pair closure",
-    re.IGNORECASE | re.DOTALL,
 )
 
 
@@ -143,7 +130,7 @@ def classify(error: Mapping[str, Any] | None) -> Reason:
         return Reason.memory_floor
     if kind == "NonFiniteLossError":
         return Reason.non_finite_loss
-    if kind in _CONFIGURATION:
+    if kind in BAD_CONFIGURATION:
         return Reason.bad_configuration
     if kind == "Killed":
         if re.search(r"\((SIGSEGV|SIGBUS)\)", message):
@@ -153,12 +140,8 @@ def classify(error: Mapping[str, Any] | None) -> Reason:
             text = str(error.get("traceback", ""))
             return Reason.collective_timeout if _WATCHDOG.search(text) else Reason.killed
         return Reason.killed
-    if kind in _NETWORK:
-        if _TIMED_OUT.search(message):
-            return Reason.collective_timeout
-        if _BROKEN.search(message):
-            return Reason.lost_rank
-    return Reason.exception
+    echo = echo_of(kind, message)
+    return _OF_ECHO[echo] if echo is not None else Reason.exception
 
 
 def _mark(attempt: Mapping[str, Any]) -> tuple[Any, ...]:

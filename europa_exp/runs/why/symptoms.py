@@ -114,8 +114,13 @@ IN_JOBS = (
     ),
     _symptom(Cause.preempted, r"CANCELLED AT .* DUE TO PREEMPTION"),
     _symptom(
-        Cause.killed, r"tasks? [\d,\-]+: (?:Killed|Segmentation fault|Bus error|Aborted|Illegal instruction)"
+        Cause.killed,
+        r"tasks? [\d,\-]+: (?:Killed|Segmentation fault|Bus error|Aborted|Illegal instruction)",
+        # Somebody, or Slurm before a preemption or the time limit, asked before there was anybody to hear it; met.
+        r"tasks? [\d,\-]+: User defined signal \d",
     ),
+    # The job script, before any rank (launch/slurm.py).
+    _symptom(Cause.bad_configuration, r"^cluster\.(?:modules|unpack|setup): failed"),
 )
 """In the output of Slurm's job script, where srun and slurmstepd write."""
 
