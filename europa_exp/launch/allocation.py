@@ -1,7 +1,8 @@
 """Runs inside an allocation that the shell holds (salloc): one srun after the other, each run a step of its own.
 
 The process that drives them (``python -m europa_exp.launch.allocation FOLDER``) outlasts the command that was typed, like the
-agent of a local job, and can be asked to stop in the same ways. Stopping ends steps, never the allocation.
+agent of a local job, and can be asked to stop in the same ways. Stopping ends steps, never the allocation. When the allocation
+ends, so do all runs; those that had not begun are cancelled, and the same call runs them in another one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from europa_exp.config.errors import Problem
 from europa_exp.config.schema import Config, Launch
-from europa_exp.launch import environment, job_folder, processes, slurm
+from europa_exp.launch import environment, job_folder, processes, slurm, squeue
 from europa_exp.launch.agents import STOP_FILE, AgentRecord, cancel_file
 from europa_exp.launch.dispatch import LocalJob
 from europa_exp.runs import attempts
@@ -122,6 +123,8 @@ class Driver:
         plan = json.loads((folder / _PLAN).read_text())
         self._turns = [(RunFolder(run), Path(place)) for run, place in plan]
         self._stops = 0
+        self._over: dict[str, Any] | None = None
+        """The error of its runs, once the allocation has ended."""
 
     def work(self) -> None:
         """Run everything and record what came of it."""
@@ -141,6 +144,9 @@ class Driver:
         if run.status().state not in (State.created, State.queued):
             cancel_file(run).unlink(missing_ok=True)
             return  # cancelled while it waited
+        if self._over is not None:
+            run.set_state(State.cancelled, only_from=_OPEN, error=self._over)
+            return
         if self._stopped():
             run.set_state(State.cancelled, only_from=_OPEN)
             return
@@ -177,6 +183,16 @@ class Driver:
                 State.cancelled, only_from=(*_OPEN, State.failed), error=None, reason=None, **fields
             )
             return
+        if code:
+            self._over = _end_of_allocation()
+        if self._over is not None:
+            print(self._over["message"], flush=True)
+            if status.state in _OPEN and began:
+                start = str(began[0].get("start"))
+                fields["attempts"] = attempts.closed(status, start, attempts.Reason.cancelled)
+            # One that could record its end knows only that it was told to.
+            run.set_state(State.cancelled, only_from=(*_OPEN, State.cancelled), error=self._over, **fields)
+            return
         if began and began[0].get("ended_at") is None:
             start = str(began[0].get("start"))
             fields["attempts"] = attempts.closed(status, start, attempts.Reason.lost_rank)
@@ -189,6 +205,21 @@ class Driver:
             "traceback": words,
         }
         run.set_state(State.failed, only_from=_OPEN, error=error, **fields)
+
+
+def _end_of_allocation() -> dict[str, Any] | None:
+    """What to record of runs whose allocation has ended; None while it lasts, and while Slurm gives no answer."""
+    job = os.environ[JOB]
+    answer = squeue.ask([job])
+    found = answer.jobs.get(job)
+    if found is not None and (found.ended or found.state == "COMPLETING"):
+        how = f"job {job}, {found.state}"
+    elif found is None and answer.known:
+        how = f"Slurm does not know job {job} any more"
+    else:
+        return None
+    message = f"the allocation has ended: {how}"
+    return {"rank": None, "type": "AllocationEnded", "message": message, "traceback": ""}
 
 
 if __name__ == "__main__":

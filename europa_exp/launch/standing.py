@@ -40,6 +40,9 @@ _SUBMITTING_S = 120.0
 
 _WAITING = (State.created, State.queued)
 
+_SAYS_ALL = ("Killed", "Exited", "AllocationEnded", None)
+"""Types of errors whose message says all that the type does."""
+
 
 @dataclass(frozen=True)
 class Standing:
@@ -252,10 +255,10 @@ def _reason(status: Status) -> str:
     reason = status.extra.get("reason")
     if status.state in _WAITING and isinstance(reason, str):
         return reason
-    if status.state is State.failed and status.error:
+    if status.state in (State.failed, State.cancelled) and status.error:
         error = status.error
         rank = "" if error.get("rank") is None else f"rank {error['rank']}: "
-        kind = "" if error.get("type") in ("Killed", "Exited", None) else f"{error['type']}: "
+        kind = "" if error.get("type") in _SAYS_ALL else f"{error['type']}: "
         first = str(error.get("message") or "").strip().partition("\n")[0]
         text = first if not kind else f"{rank}{kind}{first}"
         return text if len(text) <= 160 else text[:157] + "..."

@@ -22,6 +22,10 @@ INSIDE = ("cluster.inside_allocation=true", "cluster.requeue=false")
 
 @pytest.fixture
 def allocation(slurm):
+    return salloc(slurm)
+
+
+def salloc(slurm) -> str:
     """An allocation of two nodes, two tasks each; its id."""
     done = subprocess.run(
         ["salloc", "--no-shell", "--nodes=2", "--ntasks-per-node=2"],
@@ -108,12 +112,26 @@ def test_europa_cancel_stops_one_run_and_the_next_gets_its_turn(slurm, allocatio
 
 
 def test_the_end_of_the_allocation_is_the_end_of_the_runs(slurm, allocation, tmp_path):
-    process = start(slurm, allocation, tmp_path / "runs", "stay", [config(1, 2, *INSIDE)])
+    """The one that runs and those that wait are cancelled, for that reason; another allocation runs them all."""
+    from submitting import europa
+
+    configs = [config(1, 2, *INSIDE, f"training.seed={seed}") for seed in (1, 2, 3)]
+    process = start(slurm, allocation, tmp_path / "runs", "stay", configs)
     until(lambda: len(list((tmp_path / "runs/run0").glob("up_*"))) == 2, 60)
     slurm.run("scancel", allocation)
     code, out = finish(process)
     assert code == 1, out
-    assert states(tmp_path / "runs")["run0"] in ("failed", "cancelled"), out
+    assert set(states(tmp_path / "runs").values()) == {"cancelled"}, out
+    found = {p.name: RunFolder(p).status() for p in (tmp_path / "runs").glob("run*")}
+    for name, status in found.items():
+        assert status.error["message"].startswith(f"the allocation has ended: job {allocation}"), name
+        assert "attempts" not in status.extra or name == "run0", "no step was tried in vain"
+    told = europa(slurm, tmp_path, "why", "run1").stdout
+    assert "cancelled: the allocation has ended" in told
+
+    code, out = finish(start(slurm, salloc(slurm), tmp_path / "runs", "write_steps", configs))
+    assert code == 0, out
+    assert sorted(states(tmp_path / "runs").values()) == ["cancelled"] * 3 + ["completed"] * 3, out
 
 
 def test_a_step_that_cannot_start_says_why(slurm, allocation, tmp_path):
