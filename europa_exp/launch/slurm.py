@@ -204,7 +204,7 @@ def n_jobs(points: Sequence[Point]) -> int:
 def hours_per_job(cfg: Config) -> float:
     """Node-hours that one job of this configuration is charged at most for one start: nodes x time limit.
 
-    None inside an allocation: that one is paid for, whatever runs in it.
+    0 inside an allocation: that one is paid for, whatever runs in it.
     """
     cluster = cfg.cluster
     if cluster.inside_allocation or not cluster.time_limit:

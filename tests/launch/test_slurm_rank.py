@@ -415,9 +415,10 @@ def test_a_time_limit_ends_a_run_that_would_begin_again_with_nothing(step, tmp_p
     until(lambda: "requeue 77" in step.asked())
     assert [str(run.status().state) for run in (first, second)] == ["completed", "queued"]
     step.end()
-    (second.path / "asked").unlink()
+    for name in ("asked", "up_0", "up_1"):
+        (second.path / name).unlink()
     step.start("stop_unless_first", first, second, restarts=1)
-    until(lambda: len(attempts(second)) == 2)
+    up(second)
     step.signal(signal.SIGUSR2)
     assert step.codes() == [STOPPED, STOPPED]
     assert second.status().state == "failed"
