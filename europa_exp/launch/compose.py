@@ -235,8 +235,10 @@ def explained(texts: Sequence[str], options: Any, *, multirun: bool = False) -> 
         raise ConfigError([("", problem)]) from e
     except (UnicodeDecodeError, yaml.YAMLError) as e:
         raise ConfigError([("", Problem("conf", "", f"a file can't be read: {e}", "Correct it"))]) from e
-    except (HydraException, OmegaConfBaseException, ValueError) as e:
+    except (HydraException, OmegaConfBaseException, ValueError, AssertionError) as e:
         found = problems_of(texts, options, multirun=multirun)
+        if not found and isinstance(e, AssertionError):
+            raise  # Hydra's parser asserts on some texts; any other is a mistake of the program
         raise ConfigError([("", p) for p in found or [_as_problem(e, texts)]]) from e
 
 
@@ -250,6 +252,8 @@ def _as_problem(error: BaseException, texts: Sequence[str]) -> Problem:
     mentioned = max(
         (t for t in texts if key_of(t) and key_of(t) in text), key=lambda t: len(key_of(t)), default=None
     )
+    if mentioned and mentioned.startswith("~") and "does not exist" in text:
+        return Problem("command line", mentioned, "there is nothing of that name to take out", "Leave it out")
     return Problem(
         field or (key_of(mentioned) if mentioned else "composition"),
         mentioned or " ".join(texts),

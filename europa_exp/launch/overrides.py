@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from europa_exp.config.errors import Problem
 from europa_exp.launch.fields import field_types, free_mapping, group_names, hint_of, near, takes_text
@@ -24,6 +24,7 @@ Options = Callable[[str], list[str]]
 """Name of a group -> its options; empty for a name that is no group."""
 
 _FOLDERS = ("training.initial_checkpoint", "cluster.checkpoint_dir", "launch.runs_dir", "data.path")
+_NAMES = re.compile(r"[A-Za-z_][\w-]*(?:[./][\w-]+)*(?:@[\w.:-]*)?", re.ASCII)
 _KEY = re.compile(r"^(\+\+|\+|~)?([^=]*?)(?:=(.*))?$", re.DOTALL)
 
 
@@ -76,16 +77,21 @@ def write(value: Any) -> str:
 
 
 def normalize(text: str) -> str:
-    """Spare people three oddities of Hydra's grammar.
+    """Spare people four oddities of Hydra's grammar.
 
     An entry of a free mapping (``nccl.extra.NCCL_ALGO=Ring``) needs no ``+``, nor do several (``nccl.extra={NCCL_ALGO:Ring}``,
     which leaves the others there as they are); a text field takes what was typed, where
     Hydra would read a number or a boolean and write it differently (``1e3`` as ``1000.0``, ``true`` as ``True``); so does a
-    choice that is called ``true``. A folder may have ``=`` in it without quotes, as names of runs have.
+    choice that is called ``true``. A folder may have ``=`` in it without quotes, as names of runs have. A ``+`` too many
+    (``+training.steps=3``, ``+comm=fp8``) or too few (``sweeps=NAME``) is put right, as it can mean one thing only.
     """
     prefix, key, raw = split(text)
     if raw is None or prefix == "~":
         return text
+    if key in field_types() or (key in (*group_names(), "experiment") and not raw.startswith("{")):
+        prefix = ""
+    elif key == "sweeps":
+        prefix = "+"
     hint = hint_of(key)
     if free_mapping(key):
         prefix = "++"
@@ -133,6 +139,8 @@ def problems_of(texts: Sequence[str], options: Options, *, multirun: bool) -> li
 
 def _problems_of_one(text: str, before: str | None, options: Options, multirun: bool) -> list[Problem]:
     _, key, raw = split(text)
+    if not key:
+        return [_nameless(text)]
     try:
         override = parse(text)
     except Exception:
@@ -145,7 +153,8 @@ def _problems_of_one(text: str, before: str | None, options: Options, multirun: 
     if override.is_sweep_override() and not multirun:
         return [_needs_multirun(override)]
     if override.is_delete():
-        return []
+        problem = _delete_problem(key, options)
+        return [problem] if problem else []
     try:
         values = list(override.sweep_iterator()) if override.is_sweep_override() else [override._value]
     except Exception:  # glob() needs the config loader; its result holds existing options only
@@ -162,28 +171,62 @@ def _plain(value: Any) -> Any:
     return Override._convert_value(value)
 
 
+def _nameless(text: str) -> Problem:
+    rule = "names no field and no group"
+    return Problem(
+        "command line", text, rule, "Write field=value or group=option; python launch.py --help lists them"
+    )
+
+
 def _grammar(text: str, key: str, raw: str | None, before: str | None) -> Problem:
     if raw is None:
         rule = "is no field=value and no group=option"
-        if before is not None and split(before)[2] is not None:
-            name, value = split(before)[1], f"{split(before)[2]} {text}"
-            way_out = (
-                f"If it is part of the value before it, the shell needs quotes: {for_shell(name, value)}"
-            )
-        else:
-            way_out = "Write field=value or group=option; python launch.py --help lists them"
+        way_out = "Write field=value or group=option; python launch.py --help lists them"
+        if before is not None and (value := split(before)[2]) is not None:
+            name = split(before)[1]
+            way_out = f"If it is part of the value before it, the shell needs quotes: {for_shell(name, f'{value} {text}')}"
+            if value.endswith(","):
+                way_out = f"Without the blank it is a list of values: {name}={value}{text}"
         return Problem("command line", text, rule, way_out)
-    if not re.fullmatch(r"[\w.@/:$-]+", key):
-        return Problem(
-            key or "command line", text, "is no name of a field or group", "Write field=value or group=option"
-        )
-    if get_origin(hint_of(key)) is dict:
+    if not _NAMES.fullmatch(key):
+        return Problem(key, raw, "is no name of a field or group", near_fields(key))
+    hint = hint_of(key)
+    rule = "holds characters with a meaning in Hydra's grammar, unquoted"
+    if get_origin(hint) is dict:
         way_out = f"Write +{key}.NAME=text for each, or '{key}={{NAME:text}}' in quotes"
     elif raw[:1] in "[{" or "(" in raw:
         way_out = f"For text, type {for_shell(key, raw)}; in a list or a call, quote the parts"
+    elif hint is not None and not takes_text(hint) and get_origin(hint) is not list:  # quotes would not help
+        from europa_exp.config.io import type_text
+
+        rule = f"must be {type_text(hint)}"
+        way_out = (
+            f"Several, with -m, go with one comma between two: {key}=A,B; `europa fields {key}` explains it"
+        )
     else:
         way_out = f"Quotes inside quotes make it plain text: {for_shell(key, raw)}"
-    return Problem(key, raw, "holds characters with a meaning in Hydra's grammar, unquoted", way_out)
+    return Problem(key, raw, rule, way_out)
+
+
+def _delete_problem(key: str, options: Options) -> Problem | None:
+    """Why a name can't be taken out with ``~``; None where only the composition can tell."""
+    hint = field_types().get(key)
+    if hint is None:
+        known = options(key) or key in group_names() or free_mapping(key)
+        return (
+            None
+            if known
+            else Problem("command line", f"~{key}", "there is no such field or group", near_fields(key))
+        )
+    if "." not in key:
+        return None
+    if get_origin(hint) is dict:
+        way_out = f"Take entries out one by one, ~{key}.NAME"
+    elif type(None) in get_args(hint):
+        way_out = f"Write {key}=null"
+    else:
+        way_out = f"Leave it out, then conf/'s value counts, or give another: {key}=<value>"
+    return Problem("command line", f"~{key}", "a field can't be taken out, only given a value", way_out)
 
 
 def _needs_multirun(override: Override) -> Problem:
@@ -207,6 +250,10 @@ def _needs_multirun(override: Override) -> Problem:
 def _value_problem(override: Override, value: Any, options: Options) -> Problem | None:
     key = override.key_or_group
     choices = [] if override.package else options(key)
+    if isinstance(value, dict) and key in group_names():
+        inner = [(f"{key}.{name}", v) for name, v in value.items()]
+        found = (_unknown(k, v) if hint_of(k) is None else type_problem(k, v) for k, v in inner)
+        return next((p for p in found if p), None)
     if choices:
         return _option_problem(key, value, choices)
     if key in group_names():
@@ -266,6 +313,8 @@ def type_problem(key: str, value: Any) -> Problem | None:
             way_out = f"Write {key}={int(value)}"
         elif mapping := key if get_origin(hint) is dict else free_mapping(key):
             way_out = f"Write +{mapping}.NAME=text, or {mapping}={{NAME:text}}; ~{mapping}.NAME takes one out"
+        elif get_origin(hint) is list:
+            way_out = f"Write {key}=[a,b], or {key}=[] for none"
         elif value in ("None", "none", None):
             way_out = f"Write {key}=null" if optional else f"Every run needs a {key}"
         elif hint is bool:

@@ -67,6 +67,18 @@ BAD = {
     "hydra/launcher=basic": ["hydra/launcher"],
     "--experimental-rerun=x.pickle": ["--experimental-rerun"],
     "~model": ["model.dim", "model.n_layers"],
+    "+=": ["command line='+='", "field=value"],
+    "=3": ["command line='=3'", "field=value"],
+    "~": ["command line='~'", "field=value"],
+    "~training.steps": ["command line='~training.steps'", "training.steps=<value>"],
+    "~nccl.max_ctas": ["Write nccl.max_ctas=null"],
+    "~nccl.extra": ["~nccl.extra.NAME"],
+    "~nccl.extra.NCCL_ALGO": ["command line='~nccl.extra.NCCL_ALGO'", "nothing of that name", "Leave it out"],
+    "~trainig": ["no such field or group", "training"],
+    "training={stepz:3}": ["training.stepz=3", "training.steps"],
+    "training={steps:x}": ["training.steps='x'", "whole number"],
+    "tra\u0456ning.steps=3": ["is no name", "training.steps was meant"],
+    "training..steps=3": ["is no name", "training.steps was meant"],
     "comm@elsewhere=fp8": ["comm@elsewhere"],
     "rerun=nothing": ["rerun='nothing'", "run folder", "hash", "W&B"],
 }
@@ -93,6 +105,14 @@ def test_hydras_own_words_come_with_the_override_that_they_are_about():
     with pytest.raises(ConfigError) as e, explained(typed, lambda group: []):
         raise HydraException("Could not override 'cluster.sbatch_args.qos'.")
     assert "cluster.sbatch_args.qos='+cluster.sbatch_args.qos=x': Could not" in str(e.value)
+
+
+def test_a_plus_too_many_or_too_few_is_put_right(submitted):
+    assert call("+training.steps=3", "++comm=fp8", "+experiment=ladder/08_fp8_gather").code == 7
+    assert call("-m", "sweeps=comm_nccl").code == 7
+    (((single,), _), (points, _)) = submitted
+    assert single.overrides == ["training.steps=3", "comm=fp8", "experiment=ladder/08_fp8_gather"]
+    assert len(points) > 1
 
 
 def test_a_mapping_of_free_names_is_taken_whole():

@@ -158,6 +158,22 @@ def test_entries_of_free_mappings_need_no_plus():
     assert normalize("~nccl.extra.NCCL_ALGO") == "~nccl.extra.NCCL_ALGO"
 
 
+@pytest.mark.parametrize("value", ["3,", "3,,4", "\uff11\uff16", "3;4"])
+def test_quotes_are_not_advised_where_they_would_not_help(value):
+    (message,) = problems(f"training.steps={value}", multirun=True)
+    assert "must be a whole number" in message
+    assert '"' not in message
+
+
+def test_a_blank_after_a_comma_of_a_sweep():
+    assert "training.steps=3,4" in problems("training.steps=3,", "4", multirun=True)[1]
+
+
+def test_lists_are_shown_how_to_be_written():
+    for wrong in ("tags=word", "tags=null"):
+        assert "tags=[a,b], or tags=[] for none" in problems(wrong)[0]
+
+
 @pytest.mark.parametrize("key", ["nccl.extra", "cluster.env", "cluster.sbatch_args"])
 def test_several_entries_of_a_free_mapping_in_one(key):
     assert normalize(f"{key}={{A:x,B:1e3, C: true,D:'007'}}") == f'++{key}={{A:x,B:"1e3",C:"true",D:"007"}}'
