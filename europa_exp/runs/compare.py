@@ -255,7 +255,8 @@ def _off_values() -> dict[str, Any]:
 
 
 def _merged_seeds(differing: Sequence[str], by: Sequence[str]) -> set[str]:
-    seeds = {name for name in differing if name in SEEDS and not any(_names(name, token) for token in by)}
+    named = {n for n in SEEDS for token in by if _names(n, token) or n.endswith(f".{token}")}
+    seeds = {name for name in differing if name in SEEDS} - named
     return seeds if set(differing) - seeds else set()
 
 

@@ -142,6 +142,15 @@ def test_seeds_are_repeats_unless_they_are_the_question(tmp_path: Path) -> None:
     assert len(only_seeds.rows) == 3
 
 
+def test_a_seed_that_by_names_by_its_end_parts_the_runs(tmp_path: Path) -> None:
+    for comm in ("bf16", "fp8"):
+        for k in range(2):
+            log_steps(record(tmp_path, f"comm={comm}", f"training.seed={k}"), seed=k)
+    found = compare(runs_of(tmp_path), by=["seed", "comm"])
+    assert [r.fields["training.seed"] for r in found.rows] == [0, 1, 0, 1]
+    assert not any("taken together" in note for note in found.notes)
+
+
 def test_the_same_configuration_with_other_code_is_another_row(tmp_path: Path) -> None:
     log_steps(record(tmp_path), seed=1)
     log_steps(record(tmp_path, code=replace(CODE, commit="89abcdef" * 5, fingerprint="e" * 16)), seed=2)
