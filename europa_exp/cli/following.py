@@ -70,6 +70,8 @@ def status(
     found = _watch(chosen) if watch else survey(chosen)
     if not watch:
         _print(found)
+    if not runs and not watch:
+        _print_without_folder(runs_dir, chosen)
     if left_out and not watch:
         print(f"{left_out} older runs that have ended are left out; `europa list` shows them.")
     if runs and not watch:
@@ -78,6 +80,16 @@ def status(
     if bad:
         print(f"Next: {commands.about(bad[0].run, 'why')}")
         raise typer.Exit(1)
+
+
+def _print_without_folder(runs_dir: Path, chosen: "Sequence[RunFolder]") -> None:
+    """Of the sweeps that are shown: runs that Slurm was given and whose folders are gone."""
+    from europa_exp.launch.slurm_runs import without_folder
+
+    sweeps = dict.fromkeys(run.provenance().get("sweep") for run in chosen)
+    for sweep in sweeps:
+        if isinstance(sweep, str) and (line := without_folder(runs_dir, sweep)) is not None:
+            print(f"! {line}")
 
 
 def _print_checkpoints(chosen: "Sequence[RunFolder]") -> None:

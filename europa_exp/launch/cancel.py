@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from europa_exp.launch import squeue
 from europa_exp.launch.agents import AgentRecord, agents, cancel_file
 from europa_exp.launch.attend_slurm import close
-from europa_exp.launch.slurm_runs import OPEN, jobs_of, unknown_jobs
+from europa_exp.launch.slurm_runs import JOB_IDS, OPEN, jobs_of, unknown_jobs
 from europa_exp.launch.standing import LOST, Standing, on_slurm, survey
 from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.lookup import entries
@@ -46,10 +46,10 @@ def cancel(runs: Sequence[RunFolder]) -> list[Done]:
     local: list[Standing] = []
     for run, standing in found.items():
         status = standing.status
-        if status.ended or status.state is State.unknown:
+        if status.ended or (status.state is State.unknown and not jobs_of(run, status)):
             word = standing.note if status.state is State.unknown else f"it is {status.state} already"
             done[run] = Done(run, True, f"nothing to cancel: {word}")
-        elif on_slurm(status):
+        elif on_slurm(status) or status.state is State.unknown:
             slurm.append(standing)
         else:
             local.append(standing)
@@ -75,9 +75,9 @@ def _cancel_jobs(standings: Sequence[Standing]) -> list[Done]:
             )
         elif not jobs[s.run]:
             done.append(_mark(s.run, "it was never handed to Slurm; marked cancelled"))
-        elif not shared or s.over:
+        elif not shared or (s.over and s.status.state is not State.unknown):
             to_end.append(s)
-        elif s.status.state is State.running:
+        elif s.status.state in (State.running, State.unknown):
             names = ", ".join(sorted(shared)[:3])
             what = f"not cancelled: it runs in job {s.job_id}, which has more to do ({names}); cancel those as well"
             done.append(Done(s.run, False, what))
@@ -99,11 +99,11 @@ def _cancel_jobs(standings: Sequence[Standing]) -> list[Done]:
         ]
         names = ", ".join(jobs[s.run])
         if left and isinstance(refused, squeue.Refused):
-            done.append(Done(s.run, False, f"job {names} can't be cancelled: {refused.text}"))
+            done.append(Done(s.run, False, f"job {names} can't be cancelled: {refused.about(jobs[s.run])}"))
         elif left:
             done.append(Done(s.run, False, f"scancel was asked, but Slurm still lists job {', '.join(left)}"))
         elif not answer.known and isinstance(refused, squeue.Refused):
-            done.append(Done(s.run, False, f"job {names} can't be cancelled: {refused.text}"))
+            done.append(Done(s.run, False, f"job {names} can't be cancelled: {refused.about(jobs[s.run])}"))
         elif s.state == LOST:
             done.append(_mark(s.run, f"job {names} was gone already; marked cancelled"))
         elif s.state == "failed":
@@ -222,7 +222,11 @@ def _mark(
 ) -> Done:
     """Record the end. ``also_failed``: ranks that die of the cancellation may have called it a failure a moment ago."""
     allowed = (*only_from, State.failed) if also_failed else only_from
+    status = run.status()
     try:
+        if status.state is State.unknown:  # a broken record: what is known of the job is kept in the new one
+            run.set_state(State.cancelled, error=None, **{JOB_IDS: jobs_of(run, status)})
+            return Done(run, True, what)
         if run.set_state(State.cancelled, only_from=allowed, error=None):
             return Done(run, True, what)
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from europa_exp.config.schema import Executor
 from europa_exp.launch import job_folder, squeue
+from europa_exp.launch.sweep_record import Record
 from europa_exp.runs.folder import PROVENANCE_FILE, RunFolder
 from europa_exp.runs.skip import is_of
 from europa_exp.runs.slurm_record import is_job
@@ -136,12 +138,37 @@ def living_jobs(runs_dir: Path, names: Iterable[str]) -> list[str]:
 
 
 def jobs_of(run: RunFolder, status: Status) -> list[str]:
-    """The Slurm jobs of a run: from its status, else (the submitting process died) from what submitit left."""
+    """The Slurm jobs of a run: from its status, else (the submitting process died) from what submitit left, else (the status
+    is broken) from the record of its sweep."""
     ids = [text for text in _named(status) if is_job(text)]
     if not ids and isinstance(folder := status.extra.get("job_folder"), str):
         task = status.extra.get("job_task")
         ids = job_folder.job_ids(Path(folder), task if isinstance(task, int) else 0)
-    return ids
+    return ids or (_handed_over(run) if status.state is State.unknown else [])
+
+
+def _handed_over(run: RunFolder) -> list[str]:
+    sweep = run.provenance().get("sweep")
+    if not isinstance(sweep, str):
+        return []
+    job = Record.of(run.path.parent, sweep).job_of(run.name)
+    return [job] if job is not None else []
+
+
+def without_folder(runs_dir: Path, sweep: str) -> str | None:
+    """In a line, the runs of a sweep that were handed to Slurm and whose folders are gone; None if there are none."""
+    record = Record.of(runs_dir, sweep)
+    gone = {name: record.job_of(name) for name in record.runs if not (runs_dir / name).is_dir()}
+    if not gone:
+        return None
+    names = ", ".join(f"{name} (job {job})" if job else name for name, job in sorted(gone.items()))
+    found = squeue.ask(job for job in gone.values() if job).jobs
+    living = [job for job, state in found.items() if not state.ended]
+    left = (
+        f"; Slurm still has {len(living)} of their jobs: {shlex.join(['scancel', *living])}" if living else ""
+    )
+    count = "1 run" if len(gone) == 1 else f"{len(gone)} runs"
+    return f"{count} of sweep {sweep} without a folder any more: {names}{left}"
 
 
 def unknown_jobs(status: Status) -> list[str]:

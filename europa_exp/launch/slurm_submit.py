@@ -67,7 +67,7 @@ def submit(
             sweep = record.sweep
             print(f"continuing sweep {sweep}, whose submission broke off")
         elif sweep is not None:
-            record = Record.read(sweep_record.place(runs_dir, sweep), sweep)
+            record = Record.of(runs_dir, sweep)
         sorted_out = sort_out(todo, launch, sweep, key, record, runs_dir, code)
         handed = Handed(0, list(sorted_out.already))
         if not (sorted_out.fresh or sorted_out.again):

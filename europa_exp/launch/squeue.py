@@ -22,6 +22,8 @@ TIMEOUT_S = 10.0
 # %r is a free text in principle, so it comes last.
 _SQUEUE = ("%i", "%T", "%N", "%S", "%e", "%r")
 _SACCT = ("JobID", "State", "ExitCode", "NodeList", "Start", "End", "Reason")
+_LONGEST = 300
+"""Characters of a message that are passed on."""
 _NOTHING = {"", "None", "N/A", "NONE", "Unknown", "(null)", "None assigned"}
 # Both commands read defaults from these; a person's own format must not become ours.
 _PERSONAL = re.compile(r"(SQUEUE|SACCT)_\w+|SLURM_(TIME_FORMAT|CLUSTERS|BITSTR_LEN)")
@@ -150,10 +152,16 @@ def _sacct(ids: Sequence[str], timeout: float) -> dict[str, SlurmState] | str:
 
 
 class Refused:
-    """A command that gave no answer; ``text`` says why, in one line."""
+    """A command that gave no answer; ``text`` says why, in one line. ``lines`` is all that it said."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, lines: Sequence[str] = ()) -> None:
         self.text = text
+        self._lines = lines
+
+    def about(self, ids: Iterable[str]) -> str:
+        """What it said of these jobs, else the last word on all of them."""
+        named = re.compile("|".join(rf"(?<![\w.]){re.escape(i)}(?![\w.])" for i in ids))
+        return next((line for line in reversed(self._lines) if named.search(line)), self.text)[:_LONGEST]
 
 
 def run(command: list[str], timeout: float = TIMEOUT_S) -> str | Refused:
@@ -187,7 +195,8 @@ def run(command: list[str], timeout: float = TIMEOUT_S) -> str | Refused:
             raise
     if process.returncode:
         lines = [line.strip() for line in complaint.splitlines() if line.strip()]
-        return Refused(lines[-1][:300] if lines else f"it ended with exit code {process.returncode}")
+        last = lines[-1] if lines else f"it ended with exit code {process.returncode}"
+        return Refused(last[:_LONGEST], lines)
     return output
 
 

@@ -154,7 +154,8 @@ def _standing(entry: Entry, answer: Answer, known: dict[str, AgentRecord], busy:
         note=_reason(status),
     )
     if status.state is State.unknown:
-        return replace(base, note=status.reason or "")
+        slurm = f"Slurm: {found.text()}" if found is not None else ""
+        return replace(base, note="; ".join(filter(None, [status.reason, slurm])))
     if status.ended:
         return base
     if i is None and (odd := unknown_jobs(status)):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from europa_exp.runs.files import replace_text
 from europa_exp.runs.folder import RunFolderError
+from europa_exp.runs.slurm_record import is_job
 from europa_exp.runs.status import now
 
 if TYPE_CHECKING:
@@ -129,6 +130,16 @@ class Record:
             [str(key) for key in unfinished] if isinstance(unfinished, list) else [],
             str(found.get("created_at", now())),
         )
+
+    @classmethod
+    def of(cls, runs_dir: Path, sweep: str) -> Record:
+        """The record of a sweep; an empty one when there is none."""
+        return cls.read(place(runs_dir, sweep), sweep)
+
+    def job_of(self, name: str) -> str | None:
+        """The job that a run was handed to; None before Slurm took it."""
+        job = self.runs.get(name, {}).get("job_id")
+        return job if isinstance(job, str) and is_job(job) else None
 
 
 def unfinished(runs_dir: Path, key: str) -> Record | None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from clusters import Cluster, until
-from submitting import SITE, environ, launch, states
+from submitting import SITE, environ, europa, launch, states
+
+from europa_exp.runs.folder import RunFolder
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -85,3 +88,32 @@ def test_ctrl_c_after_a_call_typed_again_names_it_too(slurm: Cluster, tmp_path: 
     told = pasted(slurm, tmp_path, said(), "Next: ")
     assert told.returncode == 0, told.stderr
     assert told.stdout.count(" queued ") == 2, told.stdout
+
+
+def test_what_a_sweep_was_given_outlives_a_broken_status_and_a_removed_folder(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    call(slurm, tmp_path, "training.seed=1,2,3", "launch.sweep_name=mine")
+    runs = [RunFolder(path) for path in sorted((tmp_path / "runs").glob("[!.]*"))]
+    broken, removed, whole = runs
+    jobs = {run.name: str(run.status().extra["job_id"]) for run in runs}
+    text = (broken.path / "status.json").read_text()
+    (broken.path / "status.json").write_text(text[: len(text) // 2])
+    shutil.rmtree(removed.path)
+
+    told = europa(slurm, tmp_path, "status", "--sweep", "mine")
+    rows = {line.split()[0]: line.split()[1:3] for line in told.stdout.splitlines()}
+    assert rows[broken.name] == ["unknown", jobs[broken.name]], told.stdout
+    assert rows[whole.name] == ["queued", jobs[whole.name]]
+    [line] = [line for line in told.stdout.splitlines() if "without a folder any more" in line]
+    assert line.startswith(
+        f"! 1 run of sweep mine without a folder any more: {removed.name} (job {jobs[removed.name]})"
+    )
+
+    done = europa(slurm, tmp_path, "cancel", "--sweep", "mine")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{broken.name}: job {jobs[broken.name]} cancelled" in done.stdout
+    assert states(tmp_path / "runs") == {broken.name: "cancelled", whole.name: "cancelled"}
+    assert list(slurm.queue()) == [jobs[removed.name]]
+    slurm.run("bash", "-c", line[line.index("scancel ") :])
+    until(lambda: not slurm.queue(), 30, slurm.queue)
