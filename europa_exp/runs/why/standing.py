@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 from europa_exp.runs import commands
+from europa_exp.runs.attempts import Reason
 from europa_exp.runs.why import evidence
 from europa_exp.runs.why.case import Case
 from europa_exp.runs.why.explanation import Cause, Explanation, bounded, proof
@@ -13,6 +14,9 @@ from europa_exp.runs.why.record import from_record
 
 GOING_ON = frozenset({"created", "queued", "loading", "running"})
 """States of a run that may still come to an end."""
+
+_HELD = re.compile(r"held|hold", re.IGNORECASE)
+"""In the reason or the state of a job that waits until somebody releases it."""
 
 _BETWEEN_ATTEMPTS = ("queued", "loading")
 
@@ -41,11 +45,16 @@ def going_on(case: Case) -> Explanation:
             *evidence.history(ended),
             *(proof(evidence.SLURM, case.slurm.text()) if case.slurm is not None else []),
         ],
-        [commands.about(case.run, *(("logs", "-f") if running else ("status", "--watch")))],
+        [
+            *_release(case),
+            commands.about(case.run, *(("logs", "-f") if running else ("status", "--watch"))),
+        ],
     )
     # While it waits, the error records are still those of the attempt before.
     if not ended or case.state not in _BETWEEN_ATTEMPTS:
         return found
+    if case.last.get("reason") == Reason.requeued:  # whatever its ranks met while Slurm ended them
+        return replace(found, title=f"{found.title} to be tried again; the last time: Slurm requeued the job")
     last = from_record(case)
     if last is None:
         return replace(found, title=f"{found.title} to be tried again")
@@ -57,6 +66,15 @@ def going_on(case: Case) -> Explanation:
         evidence=bounded([*found.evidence, *last.evidence]),
         behind=last.behind,
     )
+
+
+def _release(case: Case) -> tuple[str, ...]:
+    """How a job goes on that somebody holds in the queue."""
+    slurm = case.slurm
+    if slurm is None or not slurm.waiting or not (_HELD.search(slurm.reason) or _HELD.search(slurm.state)):
+        return ()
+    whose = "" if slurm.reason != "JobHeldAdmin" else " (an administrator's work: JobHeldAdmin)"
+    return (f"It is held; to let it go on: scontrol release {slurm.job_id}{whose}",)
 
 
 def cancelled(case: Case) -> Explanation:
