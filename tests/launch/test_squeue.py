@@ -359,3 +359,16 @@ def test_a_hundred_runs_are_one_question(tmp_path: Path, install: Install) -> No
     assert [s.state for s in found.standings] == ["running"] * 100
     assert found.standings[42].nodes == "n42"
     assert len((tmp_path / "squeue.called").read_text().splitlines()) == 1
+
+
+def test_a_refusal_is_told_of_each_job_in_its_own_words(install: Install) -> None:
+    """One call of scancel for many jobs complains of each, and its last line is about one of them only."""
+    lines = [
+        f"scancel: error: Kill job error on job id {i}: {why}" for i, why in (("7", "no"), ("70_1", "down"))
+    ]
+    install("scancel", "\n".join(f"echo '{line}' >&2" for line in lines) + "\nexit 1")
+    refused = squeue.run(["scancel", "7", "70_1", "700"])
+    assert isinstance(refused, squeue.Refused)
+    assert refused.about(["7"]) == lines[0]
+    assert refused.about(["70_1"]) == refused.about(["8", "70_1"]) == lines[1]
+    assert refused.about(["700"]) == refused.text == lines[1], "nothing of its own: the last word"
