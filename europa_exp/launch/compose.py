@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from europa_exp.config.errors import ConfigError, Problem
-from europa_exp.launch.overrides import key_of, near_fields, parse, problems_of, wrong_booleans
+from europa_exp.launch.override_problems import near_fields, problems_of, wrong_booleans
+from europa_exp.launch.overrides import key_of, parse
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from europa_exp.config.errors import ConfigError, Problem
 from europa_exp.launch.compose import Composition, explained, resolve
-from europa_exp.launch.overrides import key_of, normalize, parse, problems_of
+from europa_exp.launch.override_problems import problems_of
+from europa_exp.launch.overrides import key_of, normalize, parse
 from europa_exp.launch.points import Draft, Point, Problems, make_points
 from europa_exp.launch.sweep_file import GROUP, SweepFile, condition_problems, excluded_by, grid, listed
 

@@ -28,7 +28,8 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult
 
 from europa_exp.config.errors import Problem
 from europa_exp.launch.fields import hint_of, near
-from europa_exp.launch.overrides import near_fields, type_problem, write
+from europa_exp.launch.override_problems import near_fields, type_problem
+from europa_exp.launch.overrides import write
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

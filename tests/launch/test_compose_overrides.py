@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from europa_exp.launch.fields import field_types, group_names, hint_of, near, takes_text
-from europa_exp.launch.overrides import normalize, parse, problems_of, split, type_problem, write
+from europa_exp.launch.override_problems import problems_of, type_problem
+from europa_exp.launch.overrides import normalize, parse, split, write
 from europa_exp.runs.commands import for_shell
 
 OPTIONS = {"comm": ["bf16", "fp8"], "nccl": ["default", "jupiter"]}
