@@ -442,7 +442,7 @@ def _verdict(q: Quantity, row: Row, base: Row, questions: int) -> Verdict | None
 
 
 def _same_data(row: Row, base: Row) -> bool:
-    one, two = row.members[0].fields, base.members[0].fields
+    one, two = row.used[0].fields, base.used[0].fields
     if one is None or two is None or one.get(DATA) != two.get(DATA):
         return False
     names = {n for n in {*one, *two} if n.startswith(_SAME_DATA)}

@@ -151,6 +151,17 @@ def test_a_seed_that_by_names_by_its_end_parts_the_runs(tmp_path: Path) -> None:
     assert not any("taken together" in note for note in found.notes)
 
 
+def test_steps_are_paired_by_the_data_of_the_runs_that_are_compared(tmp_path: Path) -> None:
+    log_steps(record(tmp_path, "data.shuffle_seed=0", state="failed"), steps=5)
+    log_steps(record(tmp_path, "data.shuffle_seed=1"), tokens_per_second=3000, seed=1)
+    log_steps(record(tmp_path, "comm=fp8", "data.shuffle_seed=0"), tokens_per_second=9000, seed=2)
+    found = compare(runs_of(tmp_path))
+    assert [r.state for r in found.rows] == ["1 completed, 1 failed", "completed"]
+    verdict = found.rows[1].verdicts[SPEED]
+    assert verdict is not None
+    assert (verdict.word, verdict.basis) == ("faster", "steps")
+
+
 def test_the_same_configuration_with_other_code_is_another_row(tmp_path: Path) -> None:
     log_steps(record(tmp_path), seed=1)
     log_steps(record(tmp_path, code=replace(CODE, commit="89abcdef" * 5, fingerprint="e" * 16)), seed=2)
