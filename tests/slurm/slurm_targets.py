@@ -114,3 +114,18 @@ def slow_then_fast(cfg, run, runtime) -> None:
 
     trainer.Trainer.train_step = train_step  # type: ignore[method-assign]
     train(cfg, run, runtime)
+
+
+def wait_to_be_asked(cfg, run, runtime) -> None:
+    """The real training; after the fourth step of the job's first attempt each rank waits until it is asked to stop."""
+    from europa_exp.training import train, trainer
+
+    original = trainer.Trainer.train_step
+
+    def train_step(self, *args, **kwargs):
+        while attempt() == 0 and self.step > 4 and not runtime["stop"]():
+            time.sleep(0.1)
+        return original(self, *args, **kwargs)
+
+    trainer.Trainer.train_step = train_step  # type: ignore[method-assign]
+    train(cfg, run, runtime)

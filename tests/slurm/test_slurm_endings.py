@@ -84,14 +84,16 @@ def test_requeued_lost_and_overdue_runs_go_on_where_they_were(slurm, tmp_path):
     def going(run: Path, steps: int) -> None:
         until(lambda: len(RunFolder(run).metrics()) >= steps, 120, lambda: evidence(run.parent))
 
-    # Slurm looks at time limits twice a minute, so its signal comes 25 to 55 s after the start. Alone at first: this
-    # machine may be too slow to get all runs going in that time.
-    minute = ("cluster.time_limit='00:01:00'", "cluster.signal_margin_s=5", "cluster.max_attempts=9")
-    overdue = begin("overdue", slow, 1, *minute)
+    # Slurm looks at time limits twice a minute, so its signal comes about a minute and a half after the start. The run waits
+    # for it, and has as long again to end: this machine may be slow. Alone at first, for the same reason.
+    minutes = ("cluster.time_limit='00:04:00'", "cluster.signal_margin_s=150", "cluster.max_attempts=9")
+    overdue = begin("overdue", "slurm_targets:wait_to_be_asked", 1, *minutes)
     going(overdue, 1)
     requeued = begin("requeued", slow, 2)
     lost = begin("lost", slow, 3)
     undisturbed = begin("undisturbed", real, 4)
+    nothing = ("training.checkpoint_every=0", "training.checkpoint_keep=0")
+    hopeless = begin("hopeless", "surviving_targets:stop_when_asked", 4, *minutes, *nothing)
     going(requeued, 6)
     slurm.run("scontrol", "requeue", job_of(requeued))
     going(lost, 6)
@@ -101,6 +103,12 @@ def test_requeued_lost_and_overdue_runs_go_on_where_they_were(slurm, tmp_path):
     for run in (undisturbed, requeued, lost, overdue):
         ended = wait_for_state(run, "completed", "failed", "cancelled")
         assert ended == "completed", evidence(run.parent)
+    assert wait_for_state(hopeless, "completed", "failed", "cancelled") == "failed", evidence(hopeless.parent)
+    status = RunFolder(hopeless).status()
+    assert [a["reason"] for a in status.extra["attempts"]] == ["time_limit"], (
+        "what can't end is not begun again"
+    )
+    assert "training.checkpoint_every=0: it would begin again and end again" in status.error["message"]
     expected = losses(undisturbed)
     assert sorted(expected) == list(range(1, 21))
     # A node that is gone with its ranks can leave no reason; the next attempt finds that there was one before.
