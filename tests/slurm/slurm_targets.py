@@ -120,10 +120,10 @@ def wait_to_be_asked(cfg, run, runtime) -> None:
     """The real training; after the fourth step of the job's first attempt each rank waits until it is asked to stop."""
     from europa_exp.training import train, trainer
 
-    original = trainer.Trainer.train_step
+    original, asked = trainer.Trainer.train_step, runtime["stop"]
 
     def train_step(self, *args, **kwargs):
-        while attempt() == 0 and self.step > 4 and not runtime["stop"]():
+        while attempt() == 0 and self.step > 4 and not asked():
             time.sleep(0.1)
         return original(self, *args, **kwargs)
 
