@@ -8,17 +8,12 @@ memory appears as NUMA nodes without CPUs; those are marked and count for nothin
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from europa_exp.config.schema import Cluster, MemoryScope
-from europa_exp.runs.files import replace_text
-from europa_exp.runs.status import now
 
 REPORT_FILE = "host_memory.jsonl"
 """Under ``logs/`` of a run folder: one line a rank and attempt."""
@@ -84,38 +79,6 @@ def below(line: Mapping[str, Any], cluster: Cluster) -> str | None:
     if available is None or available >= floor:
         return None
     return f"{where}: {available:.1f} GiB are free or reclaimable, below cluster.memory_floor_gib={floor:g}"
-
-
-def exclude(path: Path, bad: Mapping[str, str]) -> list[str]:
-    """Add nodes (name -> why) to the list of a sweep and return all that it holds by now. Raises OSError.
-
-    The file holds ``[{"node", "reason", "date"}, ...]``; a node that is there already stays as it is.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path.parent, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        entries = excluded(path)
-        known = {entry["node"] for entry in entries}
-        entries += [
-            {"node": node, "reason": why, "date": now()}
-            for node, why in sorted(bad.items())
-            if node not in known
-        ]
-        replace_text(path, json.dumps(entries, indent=2) + "\n")
-    finally:
-        os.close(handle)
-    return [entry["node"] for entry in entries]
-
-
-def excluded(path: Path) -> list[dict[str, str]]:
-    """What ``exclude`` wrote; empty when there is no such file, or it can't be read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    return [e for e in found if isinstance(e, dict) and "node" in e] if isinstance(found, list) else []
 
 
 def _node(folder: Path) -> dict[str, Any]:

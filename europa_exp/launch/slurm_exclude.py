@@ -1,20 +1,25 @@
 """Nodes that a sweep must not get again: every submission leaves them out, and so do the jobs of the sweep that wait.
 
-They are kept beside the record of the sweep, each with the reason and the date (see ``host_memory.exclude``). Whoever removes
-an entry, or the file, lets later submissions have the node again. What ``cluster.exclude`` names is left out besides, and a
-node that ``cluster.nodelist`` asks for by name is never left out.
+They are kept beside the record of the sweep, each with the reason and the date. Whoever removes an entry, or the file, lets
+later submissions have the node again. What ``cluster.exclude`` names is left out besides, and a node that ``cluster.nodelist``
+asks for by name is never left out.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from europa_exp.launch import host_memory, squeue, sweep_record
+from europa_exp.launch import squeue, sweep_record
+from europa_exp.runs.files import replace_text
 from europa_exp.runs.folder import RunFolder
 from europa_exp.runs.slurm_record import node_names
+from europa_exp.runs.status import now
 
 
 def place(runs_dir: Path, stem: str) -> Path:
@@ -27,9 +32,41 @@ def place_of(run: RunFolder) -> Path:
     return place(run.path.parent, str(run.provenance().get("sweep") or run.name))
 
 
+def add(path: Path, bad: Mapping[str, str]) -> list[str]:
+    """Add nodes (name -> why) to the list of a sweep and return all that it holds by now. Raises OSError.
+
+    The file holds ``[{"node", "reason", "date"}, ...]``; a node that is there already stays as it is.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path.parent, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        found = entries(path)
+        known = {entry["node"] for entry in found}
+        found += [
+            {"node": node, "reason": why, "date": now()}
+            for node, why in sorted(bad.items())
+            if node not in known
+        ]
+        replace_text(path, json.dumps(found, indent=2) + "\n")
+    finally:
+        os.close(handle)
+    return [entry["node"] for entry in found]
+
+
+def entries(path: Path) -> list[dict[str, str]]:
+    """What ``add`` wrote; empty when there is no such file, or it can't be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [e for e in found if isinstance(e, dict) and "node" in e] if isinstance(found, list) else []
+
+
 def listed(path: Path) -> list[str]:
     """The names of the nodes in a list; empty without one."""
-    return [entry["node"] for entry in host_memory.excluded(path)]
+    return [entry["node"] for entry in entries(path)]
 
 
 def tell_waiting(run: RunFolder, bad: Collection[str]) -> list[str]:

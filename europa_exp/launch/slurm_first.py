@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from europa_exp.config.schema import Config
-from europa_exp.launch import failure, host_memory, processes, retry, slurm_exclude, slurm_task
+from europa_exp.launch import failure, processes, retry, slurm_exclude, slurm_task
 from europa_exp.launch.slurm_turn import Turn, wait_to_be_killed
 from europa_exp.runs.attempts import STOPPED, Reason
 from europa_exp.runs.slurm_record import node_names
@@ -181,7 +181,7 @@ class FirstTurn(Turn):
         path = slurm_exclude.place_of(self.run)
         listed = set(bad)
         try:
-            listed |= set(host_memory.exclude(path, bad) if bad else slurm_exclude.listed(path))
+            listed |= set(slurm_exclude.add(path, bad) if bad else slurm_exclude.listed(path))
         except OSError as error:
             self.ledger.log(f"{path} can't be written: {error}")
         if bad:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from europa_exp.config import schema
-from europa_exp.launch import arrays, host_memory, slurm, slurm_exclude, slurm_runs, snapshot, sweep_record
+from europa_exp.launch import arrays, slurm, slurm_exclude, slurm_runs, snapshot, sweep_record
 from europa_exp.launch.already import Sorted, Todo, epitaph, sort_out
 from europa_exp.launch.attend import INTERRUPTED, Stops
 from europa_exp.launch.slurm_runs import JOB_IDS
@@ -344,7 +344,7 @@ class _Submission:
 def _tell_left_out(run: RunFolder) -> None:
     """The nodes that the jobs will not get because an earlier one of the sweep found them bad."""
     path = slurm_exclude.place_of(run)
-    entries = host_memory.excluded(path)
+    entries = slurm_exclude.entries(path)
     for entry in entries:
         print(f"note: {entry['node']} is left out since {entry.get('date')}: {entry.get('reason')}")
     if entries:

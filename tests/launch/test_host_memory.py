@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -121,15 +120,3 @@ def test_the_floor_finds_the_starved_socket(grace):
 def test_the_floor_of_a_host(grace):
     assert host_memory.below(line_of(grace, 2), floor(384, MemoryScope.host)) is None
     assert "384.0 GiB" in host_memory.below(line_of(grace, 2), floor(385, MemoryScope.host))
-
-
-def test_bad_nodes_of_a_sweep_come_together(tmp_path):
-    path = tmp_path / ".sweeps" / "s.exclude.json"
-    assert host_memory.excluded(path) == []
-    assert host_memory.exclude(path, {"n2": "little memory"}) == ["n2"]
-    assert host_memory.exclude(path, {"n1": "less", "n2": "again"}) == ["n2", "n1"]
-    entries = json.loads(path.read_text())
-    assert [(e["node"], e["reason"]) for e in entries] == [("n2", "little memory"), ("n1", "less")]
-    assert all(e["date"] for e in entries)
-    path.write_text("{ broken")
-    assert host_memory.exclude(path, {"n3": "x"}) == ["n3"]

@@ -8,7 +8,7 @@ import pytest
 from compose import composed
 from launching import config, make_runs
 
-from europa_exp.launch import host_memory, slurm, slurm_exclude, squeue
+from europa_exp.launch import slurm, slurm_exclude, squeue
 from europa_exp.launch.sweep_record import Record, place
 
 
@@ -30,13 +30,25 @@ def test_bad_nodes_come_to_those_of_the_configuration(overrides, bad, expected):
 
 def test_the_script_of_a_preview_leaves_them_out(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    host_memory.exclude(slurm_exclude.place(tmp_path / "runs", "mine"), {"n7": "little memory"})
+    slurm_exclude.add(slurm_exclude.place(tmp_path / "runs", "mine"), {"n7": "little memory"})
     from composing import call
 
     out = call(
         "-m", "cluster=slurm", "launch.sweep_name=mine", "nccl.max_ctas=8,16", "launch.preview=script"
     ).out
     assert "#SBATCH --exclude=n7\n" in out
+
+
+def test_bad_nodes_of_a_sweep_come_together(tmp_path):
+    path = tmp_path / ".sweeps" / "s.exclude.json"
+    assert slurm_exclude.entries(path) == []
+    assert slurm_exclude.add(path, {"n2": "little memory"}) == ["n2"]
+    assert slurm_exclude.add(path, {"n1": "less", "n2": "again"}) == ["n2", "n1"]
+    entries = json.loads(path.read_text())
+    assert [(e["node"], e["reason"]) for e in entries] == [("n2", "little memory"), ("n1", "less")]
+    assert all(e["date"] for e in entries)
+    path.write_text("{ broken")
+    assert slurm_exclude.add(path, {"n3": "x"}) == ["n3"]
 
 
 @pytest.fixture
