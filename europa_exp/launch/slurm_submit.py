@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from europa_exp.config import schema
 from europa_exp.launch import arrays, slurm, slurm_exclude, slurm_runs, snapshot, sweep_record
-from europa_exp.launch.already import Sorted, Todo, epitaph, sort_out
+from europa_exp.launch.already import Sorted, Todo, sort_out
 from europa_exp.launch.attend import INTERRUPTED, Stops
-from europa_exp.launch.slurm_runs import JOB_IDS
+from europa_exp.launch.slurm_journal import Journal
 from europa_exp.launch.sweep_record import Record
 from europa_exp.runs.folder import NewRun, RunFolder, RunFolderError, create_runs
-from europa_exp.runs.status import State
 
 if TYPE_CHECKING:
     from europa_exp.launch.points import Point
+    from europa_exp.launch.slurm_runs import OpenRun
     from europa_exp.runs.provenance import CodeState
 
 FAILED = 1
@@ -121,19 +120,20 @@ class _Submission:
         self._entry, self._code, self._imports, self._key = entry, code, imports, key
         self._record, self._stops = record, stops
         self._runs_dir = Path(launch.runs_dir).absolute()
-        self._before: dict[str, dict[str, Any]] = {}
-        self._unused: list[Path] = []
 
     def go(self, todo: Sorted, handed: Handed) -> Handed:
         fresh = self._create(todo)
         pairs = [*zip([p for p, _ in todo.fresh], fresh, strict=True), *((p, o.run) for p, o in todo.again)]
         taken: set[RunFolder] = set()
         _tell_left_out(pairs[0][1])
+        # The record of a single run, which belongs to no sweep, is never written.
+        record = self._record or Record.read(sweep_record.place(self._runs_dir, pairs[0][1].name))
+        journal = Journal(record, self._key)
         try:
-            planned = self._prepare(pairs, todo, fresh)
-            refusal = self._submit(planned, taken)
+            planned = self._prepare(pairs, [o for _, o in todo.again], journal)
+            refusal = self._submit(planned, taken, journal)
         except BaseException as error:
-            self._undo([run for _, run in pairs if run not in taken], fresh)
+            journal.take_back([run for _, run in pairs if run not in taken], fresh)
             if isinstance(error, OSError):
                 raise RunFolderError(
                     f"launch.runs_dir={self._launch.runs_dir}: the submission can't be recorded there ({error}); "
@@ -141,10 +141,9 @@ class _Submission:
                 ) from error
             raise
         left = [run for _, run in pairs if run not in taken]
-        self._undo(left, fresh)
+        journal.take_back(left, fresh)
         handed.runs += [(point, run) for point, run in pairs if run in taken]
-        assert self._record is not None
-        jobs = {str(self._record.runs[run.name]["job_id"]).partition("_")[0] for run in taken}
+        jobs = {str(record.runs[run.name]["job_id"]).partition("_")[0] for run in taken}
         if taken:
             words = "job" if len(jobs) == 1 else "jobs"
             print(
@@ -167,44 +166,24 @@ class _Submission:
         )
 
     def _prepare(
-        self, pairs: Sequence[tuple[Point, RunFolder]], todo: Sorted, fresh: Sequence[RunFolder]
+        self, pairs: Sequence[tuple[Point, RunFolder]], again: Sequence[OpenRun], journal: Journal
     ) -> list[arrays.Array]:
-        """Record what is about to be done: the states of the runs, and the record of the sweep."""
+        """The arrays to submit, recorded as what is about to be done."""
         broke_off = [
             Path(str(o.status.extra["job_folder"]))
-            for _, o in todo.again
+            for o in again
             if not o.jobs and "job_folder" in o.status.extra
         ]
         arrays.cancel_unrecorded(broke_off)
         planned = arrays.plan(
             pairs, self._launch, limit=arrays.most_tasks(self._launch), runs_dir=self._runs_dir
         )
-        if self._record is None:
-            self._record = Record.read(sweep_record.place(self._runs_dir, pairs[0][1].name), None)
-        self._unused = [array.folder for array in planned]
-        reasons = {o.run.name: f"submitted again: {epitaph(o)}" for _, o in todo.again}
-        for _, o in todo.again:
-            self._before[o.run.name] = {
-                "state": o.status.state,
-                **{k: o.status.extra.get(k) for k in ("job_id", JOB_IDS, "job_folder", "job_task", "reason")},
-            }
-        for array in planned:
-            for index, task in enumerate(array.tasks):
-                for run in task:
-                    fields: dict[str, Any] = {"job_id": None, "job_folder": str(array.folder)}
-                    if run.name in reasons:
-                        fields |= {"reason": reasons[run.name], JOB_IDS: []}
-                    run.set_state(State.queued, job_task=index, **fields)
-                    self._record.runs[run.name] = {"job_id": None, "folder": str(array.folder)}
-        if self._key not in self._record.unfinished:
-            self._record.unfinished.append(self._key)
-        self._record.write()
+        journal.open(planned, again)
         return planned
 
-    def _submit(self, planned: Sequence[arrays.Array], taken: set[RunFolder]) -> str | None:
+    def _submit(self, planned: Sequence[arrays.Array], taken: set[RunFolder], journal: Journal) -> str | None:
         """Submit array after array; ``taken`` grows. Returns why it stopped before the last, if it did."""
-        assert self._record is not None
-        by_turn: dict[int, list[str]] = {-1: self._jobs_before(planned)}
+        by_turn: dict[int, list[str]] = {-1: self._jobs_before(journal.others(planned))}
         self._tell_turns(planned, by_turn[-1])
         for array in planned:
             if self._stops.count:
@@ -224,26 +203,16 @@ class _Submission:
                 arrays.cancel_unrecorded([array.folder])
                 return "interrupted" if self._stops.count else str(error)
             taken.update(array.runs)
-            self._unused.remove(array.folder)
+            journal.took(array)
             chain = [ids, *self._chain(array, name, ids)]
             by_turn.setdefault(array.turn, []).extend(job for jobs in chain for job in jobs[:1])
-            for index, task in enumerate(array.tasks):
-                for run in task:
-                    self._record.runs[run.name]["job_id"] = ids[index]
-            self._note(array, chain)
-        self._record.unfinished.remove(self._key)
-        self._record.write()
+            journal.note(array, chain)
+        journal.close()
         return None
 
-    def _jobs_before(self, planned: Sequence[arrays.Array]) -> list[str]:
+    def _jobs_before(self, others: Sequence[str]) -> list[str]:
         """The jobs of earlier calls that work on the same sweep and are not over: ``launch.throttle`` holds for all of it."""
-        assert self._record is not None
-        if self._launch.throttle is None:
-            return []
-        mine = {run.name for array in planned for run in array.runs}
-        return slurm_runs.living_jobs(
-            self._runs_dir, [name for name in self._record.runs if name not in mine]
-        )
+        return slurm_runs.living_jobs(self._runs_dir, others) if self._launch.throttle is not None else []
 
     def _tell_turns(self, planned: Sequence[arrays.Array], before: Sequence[str]) -> None:
         turns = planned[-1].turn + 1
@@ -273,40 +242,6 @@ class _Submission:
                 )
                 break
         return chain
-
-    def _note(self, array: arrays.Array, chain: Sequence[list[str]]) -> None:
-        assert self._record is not None
-        try:
-            self._record.write()
-            for index, task in enumerate(array.tasks):
-                ids = [jobs[index] for jobs in chain]
-                for run in task:
-                    run.note(**{"job_id": ids[0], JOB_IDS: ids})
-        except OSError as error:
-            # Slurm has them; the ids can be found again through the job's own folder, which is on record.
-            job = chain[0][0].partition("_")[0]
-            print(f"job {job} can't be recorded everywhere: {error}", file=sys.stderr)
-
-    def _undo(self, left: Sequence[RunFolder], fresh: Sequence[RunFolder]) -> None:
-        """Runs that Slurm did not get: new folders go, others are again what they were."""
-        for folder in self._unused:
-            shutil.rmtree(folder, ignore_errors=True)
-        if not left:
-            return
-        for run in left:
-            if run in fresh:
-                shutil.rmtree(run.path, ignore_errors=True)
-            elif run.name in self._before:
-                fields = dict(self._before[run.name])
-                run.set_state(fields.pop("state"), **fields)
-            if self._record is not None:
-                self._record.runs.pop(run.name, None)
-        if self._record is None:
-            return
-        if self._record.runs and self._record.sweep is not None:
-            self._record.write()
-        else:
-            self._record.path.unlink(missing_ok=True)
 
     def _tell(
         self,
