@@ -12,8 +12,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from europa_exp.runs.code import CodeState, code_state
 from europa_exp.config.secrets import is_secret_name, redact, redact_args
+from europa_exp.runs.code import CodeState, code_state
 from europa_exp.runs.status import now
 
 __all__ = ["CodeState", "code_state", "differences", "environment", "packages", "record"]

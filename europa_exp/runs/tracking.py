@@ -20,9 +20,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from europa_exp.config.secrets import redact
 from europa_exp.runs.folder import CONFIG_FILE, DIFF_FILE, OVERRIDES_FILE, PROVENANCE_FILE, RunFolder
 from europa_exp.runs.metrics import numbers
-from europa_exp.config.secrets import redact
 
 if TYPE_CHECKING:
     from europa_exp.config.schema import Config

@@ -23,8 +23,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from europa_exp.runs.folder import RunFolder
 from europa_exp.config.secrets import redact
+from europa_exp.runs.folder import RunFolder
 
 API_TIMEOUT_S = 15
 ASK_TIMEOUT_S = 45.0

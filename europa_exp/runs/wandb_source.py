@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from europa_exp.runs.folder import PROVENANCE_FILE
 from europa_exp.config.secrets import redact
+from europa_exp.runs.folder import PROVENANCE_FILE
 from europa_exp.runs.tracking import CONFIG_KEY, FROZEN_FILE
 from europa_exp.runs.wandb_log import records
 
