@@ -126,7 +126,7 @@ def _chosen(runs_dir: Path, texts: "Sequence[str]", sweep: str | None) -> tuple[
 
 
 def _table(found: "Survey") -> tuple[list[list[str]], list[str]]:
-    from europa_exp.runs.table import number
+    from europa_exp.runs.cells import number
 
     lines, notes = [], []
     now = time.time()

@@ -53,7 +53,7 @@ def list_command(
 
 
 def _listed(entry: "Entry") -> list[str]:
-    from europa_exp.runs.table import number
+    from europa_exp.runs.cells import number
 
     row, _ = entry.last
     status = entry.status
@@ -125,8 +125,8 @@ def _state(entry: "Entry") -> list[tuple[str, str]]:
 
 
 def _asked(entry: "Entry") -> list[tuple[str, str]]:
-    from europa_exp.runs.compare import field_changes
-    from europa_exp.runs.table import field_text
+    from europa_exp.runs.cells import field_text
+    from europa_exp.runs.compare.fields import field_changes
 
     origin = entry.provenance
     found = [
@@ -143,7 +143,7 @@ def _asked(entry: "Entry") -> list[tuple[str, str]]:
             texts = [f"{k}: {field_text(a)} -> {field_text(b)}" for k, (a, b) in changed.items()]
             found.append(("changed since", "; ".join(texts) or "nothing"))
     try:
-        from europa_exp.runs.compare import switched_on
+        from europa_exp.runs.compare.fields import switched_on
 
         on = switched_on(entry.run)
         found.append(("switched on", " ".join(f"{k}={field_text(v)}" for k, v in on.items()) or "nothing"))
@@ -183,10 +183,10 @@ def _origin(entry: "Entry") -> list[tuple[str, str]]:
 
 
 def _measured(run: "RunFolder") -> list[tuple[str, str]]:
+    from europa_exp.runs.cells import value_text
     from europa_exp.runs.metrics import counted
     from europa_exp.runs.quantities import Value, quantity
     from europa_exp.runs.statistics import estimate, sample, warmup_steps
-    from europa_exp.runs.table import value_text
 
     try:
         rows = counted(run.metrics())

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
-import math
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from europa_exp.config.experiment import EXPERIMENT
+from europa_exp.runs.cells import ABSENT, field_text, value_text, verdict_text
 from europa_exp.runs.compare import Column, Comparison, Row
+from europa_exp.runs.compare.data import as_csv, as_data
 from europa_exp.runs.quantities import Quantity
-from europa_exp.runs.statistics import Estimate, Verdict
+from europa_exp.runs.statistics import Verdict
 
 FORMATS = ("table", "markdown", "csv", "json")
-ABSENT = "–"
 _GAP = 3
 _WIDEST_FIELD = 28
 _LONGEST_CELL = 56
@@ -36,7 +34,7 @@ def render(
     if format == "markdown":
         return _markdown(comparison)
     if format == "csv":
-        return _csv(comparison)
+        return as_csv(comparison)
     if format == "json":
         return json.dumps(as_data(comparison), indent=2, ensure_ascii=False, allow_nan=False)
     raise ValueError(f"format={format}: must be one of {', '.join(FORMATS)}")
@@ -54,64 +52,7 @@ def show(comparison: Comparison, format: str = "table") -> None:
     print(text)
 
 
-# --------------------------------------------------------------------------------------------------------- words
-
-
-def number(value: float | None, digits: int = 4) -> str:
-    """A number with at least ``digits`` significant digits, thousands parted; ``–`` for none."""
-    if value is None:
-        return ABSENT
-    if not math.isfinite(value):
-        return str(value)
-    return (
-        f"{value:,.{_decimals(value, digits)}f}"
-        if 1e-4 <= abs(value) < 1e15 or value == 0
-        else f"{value:.3g}"
-    )
-
-
-def _decimals(value: float, digits: int) -> int:
-    if value == 0 or (float(value).is_integer() and abs(value) >= 100):
-        return 0
-    return max(0, digits - 1 - math.floor(math.log10(abs(value))))
-
-
-def value_text(estimate: Estimate) -> str:
-    """``3,412 ± 21``; without the spread where there is none or it is 0."""
-    text = number(estimate.value)
-    value, spread = estimate.value, estimate.spread
-    if value is None or not spread or not math.isfinite(value):
-        return text
-    decimals = _decimals(value, 4)
-    shown = f"{spread:,.{decimals}f}"
-    return f"{text} ± {shown if float(shown.replace(',', '')) else f'{spread:.1g}'}"
-
-
-def verdict_text(verdict: Verdict | None) -> str:
-    """``+5.2% faster``, with a question mark where single runs say so; ``–`` without a verdict."""
-    if verdict is None:
-        return ABSENT
-    if verdict.word == "equal":
-        return "equal"
-    if verdict.percent is None:
-        return verdict.word
-    percent = f"{verdict.percent:+.{1 if abs(verdict.percent) >= 1 else 2}f}%"
-    # Steps of one run know nothing of the noise between runs: such a verdict is a question, repeats answer it.
-    doubt = "?" if verdict.outside_noise and verdict.basis in ("steps", "paired steps") else ""
-    return f"{percent.replace('-', '−')} {verdict.word}{doubt}"
-
-
-def field_text(value: Any) -> str:
-    """A value of a field as it would be typed."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, list | dict):
-        return json.dumps(value, ensure_ascii=False)
-    return str(value)
+# -------------------------------------------------------------------------------------------------------- cells
 
 
 def column_text(column: Column, row: Row, base: Row | None) -> str:
@@ -279,94 +220,3 @@ def _escaped(text: str) -> str:
     for sign in "\\|*_`<[":
         text = text.replace(sign, "\\" + sign)
     return " ".join(text.split())
-
-
-# ------------------------------------------------------------------------------------------------------ machines
-
-
-def as_data(comparison: Comparison) -> dict[str, Any]:
-    """The comparison as JSON-able data with full precision; what is not finite is the string ``"NaN"``, ``"Infinity"``, ..."""
-    base = comparison.baseline
-    return {
-        "title": comparison.title,
-        "baseline": base.label if base else None,
-        "warmup": comparison.warmup,
-        "fields": _field_names(comparison),
-        "metrics": [q.key for q in comparison.quantities],
-        "rows": [_row_data(row, comparison.quantities) for row in comparison.rows],
-        "notes": list(comparison.notes),
-    }
-
-
-def _field_names(comparison: Comparison) -> list[str]:
-    """All that differs, also where the table lets the experiment say it."""
-    return [*(name for column in comparison.columns for name in column.fields), *comparison.implied]
-
-
-def _row_data(row: Row, quantities: Sequence[Quantity]) -> dict[str, Any]:
-    return {
-        "label": row.label,
-        "baseline": row.baseline,
-        "n": len(row.used),
-        "state": row.state,
-        "runs": [
-            {
-                "name": m.entry.name,
-                "path": str(m.entry.run.path),
-                "identity": m.entry.identity,
-                "state": m.entry.state,
-            }
-            for m in row.members
-        ],
-        "fields": row.fields,
-        "metrics": {
-            q.key: _measured(row.estimates[q.key], row.verdicts[q.key], q)
-            for q in quantities
-            if row.estimates[q.key].value is not None
-        },
-    }
-
-
-def _measured(estimate: Estimate, verdict: Verdict | None, q: Quantity) -> dict[str, Any]:
-    return {
-        "value": _json(estimate.value),
-        "taken_as": str(q.value),
-        "spread": _json(estimate.spread),
-        "spread_over": estimate.over,
-        "values": [_json(v) for v in estimate.values],
-        "steps": [len(s.used) for s in estimate.samples],
-        "difference": _json(verdict.difference) if verdict else None,
-        "difference_percent": _json(verdict.percent) if verdict else None,
-        "noise_percent": _json(verdict.margin) if verdict else None,
-        "verdict": verdict.word if verdict else None,
-        "better": verdict.better if verdict else None,
-        "outside_noise": verdict.outside_noise if verdict else None,
-        "basis": verdict.basis if verdict else None,
-    }
-
-
-def _json(value: float | None) -> float | str | None:
-    if value is None or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-
-
-def _csv(comparison: Comparison) -> str:
-    names = _field_names(comparison)
-    header = ["label", "baseline", "n", "state", "runs", *names]
-    parts = ("", ":spread", ":difference_percent", ":noise_percent", ":verdict")
-    for q in comparison.quantities:
-        header += [q.key + part for part in parts]
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(header)
-    for row in comparison.rows:
-        line: list[Any] = [row.label, str(row.baseline).lower(), len(row.used), row.state]
-        line.append(" ".join(m.entry.name for m in row.members))
-        line += ["" if row.fields[name] is None else field_text(row.fields[name]) for name in names]
-        for q in comparison.quantities:
-            estimate, verdict = row.estimates[q.key], row.verdicts[q.key]
-            line += [estimate.value, estimate.spread]
-            line += [verdict.percent, verdict.margin, verdict.word] if verdict else [None, None, None]
-        writer.writerow(["" if cell is None else cell for cell in line])
-    return out.getvalue().rstrip("\n")

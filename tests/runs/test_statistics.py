@@ -18,9 +18,9 @@ from europa_exp.runs.statistics import (
     judge,
     sample,
     spread,
-    t_quantile,
     warmup_steps,
 )
+from europa_exp.runs.students_t import t_quantile
 
 SPEED = quantity("throughput/tokens_per_second_per_gpu")
 STEP = quantity("time/step_s")
