@@ -88,7 +88,11 @@ def test_the_ladder_can_be_seen_at_its_published_size_as_its_file_says():
     (typed,) = re.findall(r"#   python launch\.py (.*) \\\n#     (.*launch\.preview=true)\n", text)
     result = call(*" ".join(typed).split())
     assert (result.code, result.err) == (0, "")
-    rows = [line for line in result.out.splitlines() if re.match(r"\d\d_\w+-(max_ctas=16-)?flavor=europa_1t", line)]
+    rows = [
+        line
+        for line in result.out.splitlines()
+        if re.match(r"\d\d_\w+-(max_ctas=16-)?flavor=europa_1t", line)
+    ]
     assert [line.split()[-4:] for line in rows] == [["384", "1", "96", "96"]] * 8
     assert "768 node-hours" in result.out
 
