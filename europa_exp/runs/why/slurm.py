@@ -48,12 +48,13 @@ def _out_of_memory(case: Case) -> Explanation:
 def time_limit(case: Case) -> Explanation:
     """Slurm ended the job, or told the ranks to save and stop before it would."""
     said = evidence.in_jobs(case, re.compile("DUE TO TIME LIMIT"))
-    return case.explained(
-        Cause.time_limit,
-        "Slurm's time limit was reached",
-        [*evidence.recorded(case), *evidence.of_slurm(case), *said],
-        next_steps(case, Cause.time_limit),
-    )
+    return _done(case, Cause.time_limit, "Slurm's time limit was reached", said)
+
+
+def preempted(case: Case) -> Explanation:
+    """Slurm gave the nodes to another job."""
+    said = evidence.in_jobs(case, re.compile("DUE TO PREEMPTION"))
+    return _done(case, Cause.preempted, "Slurm took its nodes for a more important job", said)
 
 
 def node_failure(case: Case) -> Explanation:
@@ -64,24 +65,14 @@ def node_failure(case: Case) -> Explanation:
         if match := re.search(r"Node failure on (\S+)|[Nn]ode (\S+) has failed", entry.lines[-1]):
             node = (match[1] or match[2]).rstrip(",.")
     listed = ", ".join(case.nodes[:4]) + (", ..." if len(case.nodes) > 4 else "")
-    return case.explained(
-        Cause.node_failure,
-        f"a node failed: {node}" if node else f"a node failed{f', one of {listed}' if listed else ''}",
-        [*evidence.recorded(case), *evidence.of_slurm(case), *said],
-        next_steps(case, Cause.node_failure),
-        node=node,
-    )
+    which = f": {node}" if node else f", one of {listed}" if listed else ""
+    return _done(case, Cause.node_failure, f"a node failed{which}", said, node)
 
 
-def preempted(case: Case) -> Explanation:
-    """Slurm gave the nodes to another job."""
-    said = evidence.in_jobs(case, re.compile("DUE TO PREEMPTION"))
-    return case.explained(
-        Cause.preempted,
-        "Slurm took its nodes for a more important job",
-        [*evidence.recorded(case), *evidence.of_slurm(case), *said],
-        next_steps(case, Cause.preempted),
-    )
+def _done(case: Case, cause: Cause, title: str, said: list[Evidence], node: str | None = None) -> Explanation:
+    """Slurm's doing, as the run and Slurm recorded it; ``said`` is in the job's output."""
+    lines = [*evidence.recorded(case), *evidence.of_slurm(case), *said]
+    return case.explained(cause, title, lines, next_steps(case, cause), node=node)
 
 
 _BY_STATE: dict[str, Callable[[Case], Explanation]] = {
