@@ -103,13 +103,11 @@ class AllocationJob(LocalJob):
         return self._process
 
 
-def last_lines(*files: Path, most: int = 8) -> str:
-    """The end of each of these files that is there and says anything."""
-    texts = []
-    for file in files:
-        with contextlib.suppress(OSError):
-            texts += file.read_text(errors="replace").strip().splitlines()[-most:]
-    return "\n".join(texts)
+def last_lines(file: Path, most: int = 8) -> str:
+    """The end of the file; nothing where there is none."""
+    with contextlib.suppress(OSError):
+        return "\n".join(file.read_text(errors="replace").strip().splitlines()[-most:])
+    return ""
 
 
 # ------------------------------------------------------------------------------------------------------------ the driver
@@ -196,7 +194,7 @@ class Driver:
         if began and began[0].get("ended_at") is None:
             start = str(began[0].get("start"))
             fields["attempts"] = attempts.closed(status, start, attempts.Reason.lost_rank)
-        words = last_lines(place / _LOG, *sorted(place.glob("*_0_log.err")))
+        words = last_lines(place / _LOG)
         started = "srun ended" if began else "the ranks did not start: srun ended"
         error = {
             "rank": None,
