@@ -106,10 +106,9 @@ def _prepared() -> Iterator[None]:
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     if "CUDA_VISIBLE_DEVICES" in before:
         os.environ[environment.HOME_VARIABLE] = before["CUDA_VISIBLE_DEVICES"]
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
-        yield
+        with processes.held_back(signal.SIGINT, signal.SIGHUP):
+            yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.environ.clear()
         os.environ.update(before)

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -39,6 +40,16 @@ def set_name(name: str) -> None:
 def adopt_orphans() -> bool:
     """Become the parent of every descendant whose own parent ends; returns whether the system can."""
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+@contextlib.contextmanager
+def held_back(*numbers: int) -> Iterator[None]:
+    """Hold signals back: this process takes them afterwards, and those that it starts meanwhile don't take them at all."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def children() -> dict[int, str]:

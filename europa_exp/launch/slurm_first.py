@@ -185,7 +185,9 @@ class FirstTurn(Turn):
         except OSError as error:
             self.ledger.log(f"{path} can't be written: {error}")
         if bad:
-            for trouble in slurm_exclude.tell_waiting(self.run, listed):
+            with processes.held_back(*slurm_task.SENT):
+                troubles = slurm_exclude.tell_waiting(self.run, listed)
+            for trouble in troubles:
                 self.ledger.log(f"a job of the sweep does not leave them out: {trouble}")
         if not listed:
             return []

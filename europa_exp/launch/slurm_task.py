@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from europa_exp.config.schema import Config
+from europa_exp.launch import processes
 from europa_exp.runs.slurm_record import node_names
+
+SENT = (signal.SIGTERM, signal.SIGUSR2)
+"""What Slurm sends to every process of a step, those that ask Slurm on its behalf included."""
 
 _TIMEOUT_S = 20
 
@@ -184,16 +189,17 @@ def _trouble(*command: str) -> str | None:
 
 def _call(*command: str) -> subprocess.CompletedProcess[str] | None:
     try:
-        return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            # Slurm signals the whole process group of a job that it ends.
-            start_new_session=True,
-        )
+        with processes.held_back(*SENT):
+            return subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=_TIMEOUT_S,
+                check=False,
+                stdin=subprocess.DEVNULL,
+                # Slurm signals the whole process group of a job that it ends.
+                start_new_session=True,
+            )
     except (OSError, subprocess.TimeoutExpired):
         return None
 

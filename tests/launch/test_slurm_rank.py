@@ -28,12 +28,17 @@ TASK = "import sys; from europa_exp.launch import slurm_rank\n" + (
 )
 
 SCONTROL = """#!/bin/sh
+[ ! -e "$EUROPA_FAKE/ending" ] || kill -TERM $$
 echo "$*" >>"$EUROPA_FAKE/asked"
 case "$*" in
 *"show job"*) cat "$EUROPA_FAKE/job" ;;
 requeue*) [ ! -e "$EUROPA_FAKE/away" ] || { echo "slurm_requeue error: Unexpected message received" >&2; exit 1; }
     [ ! -e "$EUROPA_FAKE/refuse" ] || { echo "Requested operation is presently disabled" >&2; exit 1; } ;;
 esac
+"""
+
+SQUEUE = """#!/bin/sh
+[ ! -e "$EUROPA_FAKE/ending" ] || kill -TERM $$
 """
 
 SCANCEL = """#!/bin/sh
@@ -68,7 +73,7 @@ class Step:
         self.place = place
         place.mkdir(exist_ok=True)
         (place / "job").write_text(RUNNING)
-        for name, text in (("scontrol", SCONTROL), ("scancel", SCANCEL)):
+        for name, text in (("scontrol", SCONTROL), ("squeue", SQUEUE), ("scancel", SCANCEL)):
             (place / name).write_text(text)
             (place / name).chmod(0o755)
         self.tasks: list[subprocess.Popen[str]] = []
@@ -573,6 +578,15 @@ def test_a_memory_floor_names_all_nodes_and_avoids_them(step, tmp_path):
     entries = json.loads(slurm_exclude.place_of(run).read_text())
     assert [entry["node"] for entry in entries] == ["127.0.0.1"]
     assert attempts(run)[0]["reason"] == "memory_floor"
+
+
+def test_what_is_asked_of_slurm_outlives_the_step_that_it_ends(step, tmp_path):
+    """SIGTERM comes to every process of a step that Slurm ends or starts again, so also to the commands that ask Slurm."""
+    [run] = make_runs(tmp_path / "runs", on_slurm(requeue=True, memory_floor_gib=10.0**6))
+    (step.place / "ending").touch()
+    step.start("write_steps", run)
+    until(lambda: "update JobId=77 ExcNodeList=127.0.0.1" in step.asked())
+    assert "does not" not in run.launcher_log.read_text()
 
 
 def test_a_memory_floor_in_a_chain_keeps_the_next_job_away(step, tmp_path):
