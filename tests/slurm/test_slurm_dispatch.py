@@ -33,7 +33,7 @@ def configs(n: int, *overrides: str) -> list:
 
 
 def jobs(runs_dir: Path) -> dict[str, str]:
-    return {name: str(RunFolder(runs_dir / name).status().extra["job_id"]) for name in states(runs_dir)}
+    return {name: str(RunFolder(runs_dir / name).status().extra.get("job_id")) for name in states(runs_dir)}
 
 
 def record(runs_dir: Path) -> dict:
