@@ -14,7 +14,7 @@ from ranks import run_ranks
 
 from europa_exp.config import io
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 STEPS = 10
 COMMON = (
@@ -96,7 +96,6 @@ def compare(
         assert all(quantised), "the gathered weights were not quantised"
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("reduce", REDUCES)
 @pytest.mark.parametrize("gather", GATHERS)
 def test_all_combinations_on_four_ranks(tmp_path: Path, gather: str, reduce: str) -> None:
