@@ -336,7 +336,7 @@ def test_a_chain_continues_where_slurm_may_not_requeue(slurm, tmp_path):
     )
     assert exit_code == 0, out
     assert "its 2 arrays run in 2 turns" in out
-    until(lambda: not slurm.queue(), 30, slurm.queue)
+    until(lambda: not slurm.queue(), 200, slurm.queue)
     for run in (RunFolder(p) for p in (tmp_path / "other").glob("run*")):
         assert len((run.path / "starts").read_text().splitlines()) == 1
         assert len(run.status().extra["job_ids"]) == 2
@@ -348,7 +348,7 @@ def test_of_a_chain_only_what_is_not_done_gets_nodes_again(slurm, tmp_path):
     chained = ("cluster.requeue=false", "cluster.max_attempts=3")
     exit_code, out = submit(slurm, runs_dir, "dispatch_targets:crash_seed_2_at_first", configs(3, *chained))
     assert exit_code == 0, out
-    until(lambda: not slurm.queue(), 60, slurm.queue)
+    until(lambda: not slurm.queue(), 200, slurm.queue)
     found = {name: RunFolder(runs_dir / name).status() for name in states(runs_dir)}
     ids = {name: status.extra["job_ids"] for name, status in found.items()}
     assert {name: len(status.extra["attempts"]) for name, status in found.items()} == {
