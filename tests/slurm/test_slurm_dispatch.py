@@ -268,6 +268,8 @@ def test_force_submits_again_beside_a_living_run(slurm, tmp_path, code):
 def test_a_slurm_that_does_not_answer_is_not_taken_for_an_empty_one(slurm, tmp_path, code):
     runs_dir = tmp_path / "runs"
     assert submit(slurm, runs_dir, STAY, configs(1, DETACHED), root=code)[0] == 0
+    # A job whose srun does not reach the controller would end at once.
+    until(lambda: (runs_dir / "run0" / "up_0").exists(), 120, lambda: slurm.run("squeue"))
     slurm.script("kill-dbd")
     slurm.script("stop-controller")
     exit_code, out = submit(slurm, runs_dir, STAY, configs(1, DETACHED), root=code)
@@ -300,11 +302,15 @@ def test_the_same_call_follows_again(slurm, tmp_path, code):
     runs_dir = tmp_path / "runs"
     assert submit(slurm, runs_dir, STAY, configs(2, DETACHED), root=code)[0] == 0
     process = start(slurm, runs_dir, STAY, configs(2), root=code)
-    until(lambda: (runs_dir / "run1" / "up_0").exists(), 60, lambda: slurm.run("squeue"))
+    said = ""
+    for line in process.stdout:
+        said += line
+        if "already submitted: run0" in line:
+            break
     (tmp_path / "go").touch()
     out = finish(process)
-    assert process.returncode == 0, out
-    assert "already submitted: run0" in out
+    assert process.returncode == 0, said + out
+    assert "already submitted: run0" in said
     assert "2 completed" in out
 
 
