@@ -572,7 +572,7 @@ def test_a_memory_floor_names_all_nodes_and_avoids_them(step, tmp_path):
     [run] = make_runs(tmp_path / "runs", on_slurm(requeue=True, memory_floor_gib=10.0**6))
     step.start("write_steps", run)
     step.tasks[1].wait(timeout=60)
-    until(lambda: "update" in step.asked())
+    until(lambda: "update JobId=77 ExcNodeList=127.0.0.1\n" in step.asked())
     asked = step.asked().splitlines()
     assert asked.index("requeue 77") < asked.index("update JobId=77 ExcNodeList=127.0.0.1"), asked
     entries = json.loads(slurm_exclude.place_of(run).read_text())
